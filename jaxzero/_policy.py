@@ -1,0 +1,124 @@
+"""Policy: what the user asks of a reduction, checked once, hashable."""
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+from jaxzero._dtypes import COMM_DTYPES, component_dtype, dtype_name, is_supported
+
+Op = Literal["mean", "sum"]
+Reduction = Literal["native", "float32"]
+Transport = Literal["auto", "nccl", "xla"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Says how leaves are summed, scaled, sent and stored.
+
+    Dtypes are per component: `comm_dtype="bfloat16"` sends a complex64 leaf as pairs
+    of bfloat16.
+
+    Attributes:
+      op: `"mean"` divides the sum by the number of ranks (times the number of
+        replicas), `"sum"` does not divide.
+      divide_by: replaces the divisor of `op`; one division, whatever the mesh.
+      comm_dtype: dtype on the wire; None sends each leaf in its own dtype.
+      shard_dtype: dtype of the returned shards; None keeps the leaf's dtype (or
+        takes that of `into`).
+      compute_dtype: dtype of the parameters that `gather_params` returns; None
+        keeps the dtype of `like`.
+      bucket_bytes: limit of one bucket, the packed send buffer of one collective;
+        None takes the transport's measured default. It changes speed and memory,
+        never a result.
+      direct_bytes: leaves of at least this size get a collective of their own and
+        are read in place, where their layout allows it; None takes the transport's
+        measured default.
+      reduction: `"native"` sums in the comm dtype inside the collective, `"float32"`
+        exchanges the comm dtype and sums in float32 (float64 for 64-bit leaves) in
+        rank order: one rounding, deterministic.
+      transport: `"nccl"` (one fused custom call on NVIDIA GPUs), `"xla"` (pack,
+        `lax` collective, unpack; any backend), or `"auto"`.
+
+    Raises:
+      ValueError: for a value outside its list or range.
+      TypeError: for a dtype that cannot be summed, or a value of the wrong type.
+    """
+
+    op: Op = "mean"
+    divide_by: float | None = None
+    comm_dtype: Any = None
+    shard_dtype: Any = None
+    compute_dtype: Any = None
+    bucket_bytes: int | None = None
+    direct_bytes: int | None = None
+    reduction: Reduction = "native"
+    transport: Transport = "auto"
+
+    def __post_init__(self) -> None:
+        for field, choices in (
+            ("op", get_args(Op)),
+            ("reduction", get_args(Reduction)),
+            ("transport", get_args(Transport)),
+        ):
+            value = getattr(self, field)
+            if value not in choices:
+                raise ValueError(
+                    f"Policy {field}={value!r}; expected one of "
+                    f"{', '.join(map(repr, choices))}."
+                )
+        for field in ("comm_dtype", "shard_dtype", "compute_dtype"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, _checked_dtype(self, field))
+        if self.divide_by is not None:
+            object.__setattr__(self, "divide_by", _checked_divisor(self.divide_by))
+        _check_bytes(self, "bucket_bytes", minimum=1)
+        _check_bytes(self, "direct_bytes", minimum=0)
+
+    def divisor(self, count: int) -> float:
+        """Returns what the sum over `count` contributions is divided by."""
+        if self.divide_by is not None:
+            return self.divide_by
+        return float(count) if self.op == "mean" else 1.0
+
+
+def _checked_dtype(policy: Policy, field: str) -> str:
+    value = getattr(policy, field)
+    expected = f"expected one of {', '.join(COMM_DTYPES)}, complex64, complex128"
+    try:
+        name = dtype_name(value)
+    except TypeError as error:
+        raise TypeError(f"Policy {field}={value!r} is no dtype; {expected}.") from error
+    if not is_supported(name):
+        raise TypeError(
+            f"Policy {field}={name!r} cannot hold sums of gradients; {expected}."
+        )
+    return component_dtype(name)
+
+
+def _checked_divisor(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"Policy divide_by={value!r}; expected a number known at trace time. "
+            f"To scale by a traced value, use op='sum' and scale the shards."
+        ) from error
+    if not math.isfinite(number) or number == 0.0:
+        raise ValueError(
+            f"Policy divide_by={value!r}; expected a finite number other than 0."
+        )
+    return number
+
+
+def _check_bytes(policy: Policy, field: str, minimum: int) -> None:
+    value = getattr(policy, field)
+    if value is None:
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"Policy {field}={value!r}; expected a whole number of bytes.")
+    object.__setattr__(policy, field, value.__index__())
+    if value < minimum:
+        raise ValueError(
+            f"Policy {field}={value}; expected at least {minimum} "
+            f"(bytes), or None for the transport's default."
+        )
