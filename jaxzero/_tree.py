@@ -1,0 +1,218 @@
+"""Pytree in, pytree out: leaves with their key paths, and the way back."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from jaxzero._cut import CutOption, CutTree, cut_leaf
+from jaxzero._dtypes import check_summable, dtype_name, like_kind
+from jaxzero._plan import LIMITS, LeafSpec, Plan, build_plan
+from jaxzero._policy import Policy
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a pytree with its key path."""
+
+    path: str
+    value: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> str:
+        """The array's dtype name."""
+        return dtype_name(self.value.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """The arrays of a pytree, and how to put others in their place.
+
+    `float0` leaves, the gradients of integers, carry nothing: they are set aside and
+    put back as they are. `None` and `optax.MaskedNode` are no leaves to JAX.
+    """
+
+    leaves: tuple[Leaf, ...]
+    rebuild: Callable[[Sequence[Any]], PyTree]
+    treedef: Any
+
+
+def flatten(tree: PyTree, what: str) -> Flat:
+    """Flattens a pytree of arrays.
+
+    Args:
+      tree: the pytree.
+      what: its name in messages, such as "grads".
+
+    Raises:
+      TypeError: for a leaf that is no array.
+    """
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    values = [_as_array(value, path_name(path), what) for path, value in with_paths]
+    moved = [i for i, value in enumerate(values) if not _is_float0(value)]
+
+    def rebuild(new: Sequence[Any]) -> PyTree:
+        out = list(values)
+        for index, value in zip(moved, new, strict=True):
+            out[index] = value
+        return jax.tree.unflatten(treedef, out)
+
+    leaves = tuple(Leaf(path_name(with_paths[i][0]), values[i]) for i in moved)
+    return Flat(leaves, rebuild, treedef)
+
+
+def path_name(path: Any) -> str:
+    """Returns a key path as messages show it."""
+    return keystr(path) or "(the tree itself)"
+
+
+def _as_array(value: Any, path: str, what: str) -> Any:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return value
+    if isinstance(value, bool | int | float | complex):
+        return np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
+    raise TypeError(
+        f"{what} leaf {path} is a {type(value).__name__}; expected an array. Take it "
+        f"out of the tree (for example with equinox.partition or optax.masked)."
+    )
+
+
+def _is_float0(value: Any) -> bool:
+    return bool(value.dtype == jax.dtypes.float0)
+
+
+def match(tree: PyTree, reference: Flat, what: str, reference_name: str) -> Flat:
+    """Flattens `tree` and checks that it has the leaves of `reference`.
+
+    Raises:
+      ValueError: naming the first key path that only one of them has.
+    """
+    flat = flatten(tree, what)
+    ours = [leaf.path for leaf in flat.leaves]
+    theirs = [leaf.path for leaf in reference.leaves]
+    if flat.treedef == reference.treedef and ours == theirs:
+        return flat
+    missing = [path for path in theirs if path not in set(ours)]
+    surplus = [path for path in ours if path not in set(theirs)]
+    if missing:
+        found = f"{what} has no leaf {missing[0]}, which {reference_name} has"
+    elif surplus:
+        found = f"{what} has a leaf {surplus[0]}, which {reference_name} does not have"
+    else:
+        found = f"the containers differ: {flat.treedef} against {reference.treedef}"
+    raise ValueError(
+        f"{what} must have the structure of {reference_name}, but {found}. Build it "
+        f"with jax.tree.map over {reference_name}."
+    )
+
+
+def broadcast_cuts(cuts: CutTree, tree: PyTree, flat: Flat) -> list[CutOption]:
+    """Spreads a pytree prefix of cut options over the leaves of a tree.
+
+    Raises:
+      ValueError: if `cuts` is no prefix of the tree.
+    """
+    options: list[CutOption] = []
+
+    def spread(option: CutOption, subtree: PyTree) -> None:
+        options.extend(
+            option for leaf in jax.tree.leaves(subtree) if not _is_passed_over(leaf)
+        )
+
+    if cuts is None or isinstance(cuts, str | int) or callable(cuts):
+        return [cuts] * len(flat.leaves)
+    try:
+        jax.tree.map(spread, cuts, tree, is_leaf=lambda cut: cut is None)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"cuts must be a pytree prefix of the tree (None, 'flat', 'whole', a "
+            f"dimension or a callable, for the whole tree or per subtree): {error}"
+        ) from error
+    return options
+
+
+def _is_passed_over(value: Any) -> bool:
+    return hasattr(value, "dtype") and _is_float0(value)
+
+
+def leaf_spec(
+    leaf: Leaf,
+    option: CutOption,
+    group_size: int,
+    policy: Policy,
+    *,
+    into_dtype: str | None = None,
+    reduced: bool = False,
+    varying: tuple[str, ...] = (),
+) -> LeafSpec:
+    """Returns what the planner needs to know of a leaf.
+
+    Raises:
+      TypeError: for dtypes that cannot be summed or stored.
+      ValueError: for a cut that does not fit the leaf.
+    """
+    dtype = check_summable(leaf.dtype, leaf.path, policy.comm_dtype)
+    shard_dtype = into_dtype or dtype
+    if policy.shard_dtype is not None and into_dtype is None:
+        shard_dtype = like_kind(dtype, policy.shard_dtype, leaf.path, "shard_dtype")
+    return LeafSpec(
+        path=leaf.path,
+        shape=leaf.shape,
+        dtype=dtype,
+        shard_dtype=shard_dtype,
+        cut=cut_leaf(option, leaf.path, leaf.shape, group_size),
+        reduced=reduced,
+        varying=varying,
+    )
+
+
+def make_plan(
+    tree: PyTree,
+    group_size: int,
+    policy: Policy = Policy(),  # noqa: B008  (frozen)
+    cuts: CutTree = None,
+) -> Plan:
+    """Returns the plan by which `shard_grads` reduces a tree.
+
+    Needs no device and no mesh: arrays, `jax.ShapeDtypeStruct`s or anything else with
+    a shape and a dtype will do. `print(plan)` shows a table.
+
+    Args:
+      tree: gradients, or parameters, or their `jax.eval_shape`.
+      group_size: number of ranks along the shard axis.
+      policy: as for `shard_grads`. With `transport="auto"` the plan is that of
+        `"nccl"`, the transport of NVIDIA GPUs.
+      cuts: as for `shard_grads`.
+
+    Raises:
+      ValueError: for `group_size` below 1 or a cut that does not fit.
+      TypeError: for a dtype that cannot be summed.
+
+    Example:
+      >>> import jax, jaxzero
+      >>> tree = {"w": jax.ShapeDtypeStruct((8, 4), "float32")}
+      >>> jaxzero.make_plan(tree, 4).num_collectives
+      1
+    """
+    if isinstance(group_size, bool) or not hasattr(group_size, "__index__"):
+        raise TypeError(f"group_size={group_size!r}; expected a whole number of ranks.")
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size}; expected at least 1 rank.")
+    flat = flatten(tree, "tree")
+    options = broadcast_cuts(cuts, tree, flat)
+    specs = [
+        leaf_spec(leaf, option, group_size, policy)
+        for leaf, option in zip(flat.leaves, options, strict=True)
+    ]
+    transport = "nccl" if policy.transport == "auto" else policy.transport
+    return build_plan(specs, group_size, policy, limits=LIMITS[transport])
