@@ -1,0 +1,14 @@
+"""ZeRO-3 gradient sharding for JAX: bucketed, dtype-aware reduce-scatter."""
+
+from importlib.metadata import version as _version
+
+from jaxzero._gather_params import gather_params as gather_params
+from jaxzero._plan import Plan as Plan
+from jaxzero._policy import Policy as Policy
+from jaxzero._shard_grads import shard_grads as shard_grads
+from jaxzero._shard_params import shard_params as shard_params
+from jaxzero._shard_params import unshard_params as unshard_params
+from jaxzero._stats import Stats as Stats
+from jaxzero._tree import make_plan as make_plan
+
+__version__ = _version("jaxzero")

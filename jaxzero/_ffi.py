@@ -1,0 +1,121 @@
+"""The native modules: registration, the plan as attribute tables, the calls."""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxzero._dtypes import components
+from jaxzero._plan import Bucket, LeafSpec
+
+PACK = "jaxzero_pack"
+UNPACK = "jaxzero_unpack"
+UNPACK_LEAVES = "jaxzero_unpack_leaves"
+TARGETS = (PACK, UNPACK, UNPACK_LEAVES)
+"""Custom calls that a program of ours contains; `jax.export` must be told of them."""
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    """Loads a native module and registers its handlers, once per process.
+
+    The handlers keep no state, so this works before and after the backend starts.
+    """
+    module = importlib.import_module(f"jaxzero.{name}")
+    platform = {"_cpu": "cpu", "_cuda": "CUDA"}[name]
+    for target, handler in module.registrations().items():
+        jax.ffi.register_ffi_target(target, handler, platform=platform)
+    return module
+
+
+def load() -> None:
+    """Registers the handlers of every native module that was built."""
+    _module("_cpu")
+
+
+def slot_table(rows: Sequence[dict[str, int]]) -> np.ndarray:
+    """Returns slots as the int64 table that handlers read.
+
+    C++ owns the order of the columns, so the two sides cannot drift.
+    """
+    columns = _module("_cpu").slot_columns()
+    return np.array([[row[c] for c in columns] for row in rows], np.int64).reshape(-1)
+
+
+def leaf_slots(
+    bucket: Bucket, leaves: Sequence[LeafSpec], bases: Sequence[int] | None = None
+) -> np.ndarray:
+    """Returns the table of a bucket whose operands are its leaves, in slot order."""
+    rows = []
+    for i, slot in enumerate(bucket.slots):
+        leaf = leaves[slot.leaf]
+        rows.append(
+            {
+                "operand": i,
+                "outer": leaf.cut.outer,
+                "length": leaf.cut.length,
+                "inner": leaf.cut.inner * components(leaf.dtype),
+                "chunk": leaf.cut.chunk,
+                "begin": slot.begin,
+                "count": slot.count,
+                "row_offset": slot.row_offset,
+                "base": bases[i] if bases else -1,
+                "accumulate": 0,
+            }
+        )
+    return slot_table(rows)
+
+
+def shard_slots(
+    bucket: Bucket,
+    leaves: Sequence[LeafSpec],
+    bases: Sequence[int] | None = None,
+    *,
+    accumulate: bool = False,
+) -> np.ndarray:
+    """Returns the table of a bucket whose operands are its shards, in slot order."""
+    rows = []
+    for i, slot in enumerate(bucket.slots):
+        numel = leaves[slot.leaf].shard_components
+        rows.append(
+            {
+                "operand": i,
+                "outer": 1,
+                "length": numel,
+                "inner": 1,
+                "chunk": numel,
+                "begin": slot.begin,
+                "count": slot.count,
+                "row_offset": slot.row_offset,
+                "base": bases[i] if bases else -1,
+                "accumulate": int(accumulate),
+            }
+        )
+    return slot_table(rows)
+
+
+def call(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[jax.Array],
+    *,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> list[jax.Array]:
+    """Emits one custom call.
+
+    It has no side effect: identical calls may be merged and unused ones dropped, on
+    all ranks alike. Under `vmap` it runs once per batch element.
+    """
+    load()
+    emit: Callable[..., Any] = jax.ffi.ffi_call(
+        target,
+        list(results),
+        has_side_effect=False,
+        vmap_method="sequential",
+        input_output_aliases=aliases or {},
+    )
+    return list(emit(*operands, **attributes))

@@ -1,0 +1,189 @@
+"""gather_params: shards in, full parameters out; its transpose is shard_grads."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxzero._axis import Axis, AxisName, bind_axis, check_not_auto_sharded, varying
+from jaxzero._cut import Cut, CutTree, cut_leaf
+from jaxzero._dtypes import is_supported, like_kind
+from jaxzero._plan import LeafSpec, Plan, build_plan
+from jaxzero._policy import Policy
+from jaxzero._reduce import reduce_leaves
+from jaxzero._transports import choose, xla
+from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
+
+Arrays = Sequence[jax.Array]
+
+
+def gather_params(
+    shards: PyTree,
+    like: PyTree,
+    axis_name: AxisName,
+    *,
+    policy: Policy = Policy(),  # noqa: B008  (frozen)
+    cuts: CutTree = None,
+    replicate_axis: AxisName | None = None,
+) -> PyTree:
+    """Gathers full parameters from the shards that the ranks of a mesh axis own.
+
+    The exact inverse of the layout of `shard_grads` and `shard_params`. Its VJP is
+    `shard_grads(op="sum")` with the same policy: differentiating a loss through it
+    gives gradients that are already summed and sharded, in the dtype of the shards.
+
+    Args:
+      shards: pytree of this rank's shards.
+      like: pytree of the same structure with the true shapes and dtypes, such as
+        `jax.eval_shape(init, key)`. Never inferred from the shards, because padding
+        cannot be told from data.
+      axis_name: mesh axis, or tuple of axes in rank order.
+      policy: `compute_dtype` is the dtype of the result (None: that of `like`) and
+        of the wire; `comm_dtype` and `reduction` are for the backward pass.
+      cuts: as given to `shard_grads` or `shard_params`.
+      replicate_axis: axis or axes along which shards are copies; the backward pass
+        sums over it too.
+
+    Returns:
+      Pytree of full parameters, the same on every rank, of integers and booleans in
+      the dtype of `like`.
+
+    Raises:
+      ValueError: if the axis is not bound, or a shard does not have the shape that
+        `like`, `cuts` and the axis give it.
+      TypeError: for a complex leaf asked for in a dtype without a complex form.
+      NotImplementedError: in a partly manual shard_map.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxzero
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> like = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+      >>> full = jax.shard_map(
+      ...     lambda s: jaxzero.gather_params(s, like, "data"),
+      ...     mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+      ... )
+      >>> jax.jit(full)({"w": jnp.ones((2, 3))})["w"].shape
+      (2, 3)
+    """
+    axis = bind_axis(axis_name, replicate_axis, "gather_params")
+    flat_like = flatten(like, "like")
+    flat = match(shards, flat_like, "shards", "like")
+    options = broadcast_cuts(cuts, like, flat_like)
+    summable: list[int] = []
+    specs: list[LeafSpec] = []
+    full: list[Any] = []
+    for i, (shard, true, option) in enumerate(
+        zip(flat.leaves, flat_like.leaves, options, strict=True)
+    ):
+        cut = cut_leaf(option, true.path, true.shape, axis.group_size)
+        _check_shard(shard, true, cut)
+        check_not_auto_sharded(shard.path, shard.value, "gather_params")
+        if is_supported(true.dtype) and is_supported(shard.dtype):
+            summable.append(i)
+            specs.append(_spec(axis, shard, true, cut, policy))
+            full.append(None)
+        else:
+            full.append(_gather_plain(axis, shard.value, true, cut))
+    values = [flat.leaves[i].value for i in summable]
+    for i, leaf in zip(
+        summable, _differentiable(axis, specs, values, policy)(values), strict=True
+    ):
+        full[i] = leaf
+    return flat.rebuild(full)
+
+
+def _check_shard(shard: Leaf, true: Leaf, cut: Cut) -> None:
+    if shard.shape != cut.shard_shape:
+        raise ValueError(
+            f"shards leaf {shard.path} has shape {shard.shape}; expected "
+            f"{cut.shard_shape}, the shard of a parameter of shape {true.shape} over "
+            f"{cut.ranks} ranks ({cut.layout} layout). Give the true shapes as like "
+            f"(jax.eval_shape of the init function) and the cuts of shard_params."
+        )
+
+
+def _spec(axis: Axis, shard: Leaf, true: Leaf, cut: Cut, policy: Policy) -> LeafSpec:
+    dtype = true.dtype
+    if policy.compute_dtype is not None:
+        dtype = like_kind(dtype, policy.compute_dtype, true.path, "compute_dtype")
+    further: tuple[str, ...] = ()
+    if axis.typed:
+        further = tuple(sorted(varying(shard.value) - frozenset(axis.all_names)))
+    return LeafSpec(
+        path=true.path,
+        shape=true.shape,
+        dtype=dtype,
+        shard_dtype=shard.dtype,
+        cut=cut,
+        reduced=cut.layout == "whole",
+        varying=further,
+    )
+
+
+def _differentiable(
+    axis: Axis, specs: Sequence[LeafSpec], shards: Arrays, policy: Policy
+) -> Any:
+    """Returns the gather, with the reduction of `shard_grads` as its transpose."""
+    choice = choose(policy)
+    gather = build_plan(
+        specs,
+        axis.group_size,
+        dataclasses.replace(policy, comm_dtype=None, reduction="native"),
+        limits=choice.limits,
+        sums=False,
+    )
+    types = [jax.typeof(shard) for shard in shards]
+
+    @jax.custom_vjp
+    def run(shards: Arrays) -> list[jax.Array]:
+        leaves = xla.all_gather(gather, axis, shards)
+        # Every rank computes with the parameters on its own data, so they are typed
+        # as varying even where they are whole; the transpose sums.
+        return [
+            axis.lift(leaf, axis.all_names + spec.varying)
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+
+    def forward(shards: Arrays) -> tuple[list[jax.Array], None]:
+        return run(shards), None
+
+    def backward(_: None, cotangents: Arrays) -> tuple[list[jax.Array]]:
+        reduce = _backward_plan(axis, specs, policy, choice.limits)
+        sums, _ = reduce_leaves(reduce, axis, cotangents, None, False)
+        return (
+            [
+                axis.lift(s, t.mat.varying) if axis.typed else s
+                for s, t in zip(sums, types, strict=True)
+            ],
+        )
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _backward_plan(
+    axis: Axis, specs: Sequence[LeafSpec], policy: Policy, limits: Any
+) -> Plan:
+    return build_plan(
+        [dataclasses.replace(spec, reduced=False) for spec in specs],
+        axis.group_size,
+        dataclasses.replace(policy, op="sum", divide_by=None),
+        limits=limits,
+        replicas=axis.replicas,
+    )
+
+
+def _gather_plain(axis: Axis, shard: jax.Array, true: Leaf, cut: Cut) -> jax.Array:
+    """Gathers a leaf of a dtype that has no gradient, such as integers."""
+    shard = jnp.asarray(shard).astype(true.dtype)
+    if cut.layout == "whole" or 0 in true.shape:
+        return shard.reshape(true.shape)
+    dim = cut.dim or 0
+    padded = lax.all_gather(
+        axis.lift(shard, axis.names), axis.names, axis=dim, tiled=True
+    )
+    return lax.slice_in_dim(padded, 0, cut.length, axis=dim).reshape(true.shape)

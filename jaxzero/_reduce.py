@@ -1,0 +1,146 @@
+"""One reduction, from prepared leaves to shards, with its derivative."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxzero._axis import Axis, mask_to_first
+from jaxzero._cut import Cut
+from jaxzero._plan import LeafSpec, Plan
+from jaxzero._transports import xla
+
+Arrays = Sequence[jax.Array]
+
+
+def reduce_leaves(
+    plan: Plan, axis: Axis, leaves: Arrays, into: Arrays | None, with_stats: bool
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Reduces leaves to shards by a plan.
+
+    Args:
+      plan: the plan.
+      axis: its axis.
+      leaves: the leaves in plan order, as the user gave them.
+      into: accumulators in plan order, or None.
+      with_stats: whether to measure norm and finiteness.
+
+    Returns:
+      Shards in plan order, and float32[2] per bucket (norm, finite).
+    """
+    prepared = [
+        _prepare(plan, axis, spec, leaf)
+        for spec, leaf in zip(plan.leaves, leaves, strict=True)
+    ]
+    if into is not None:
+        into = _lift_shards(plan, axis, into)
+    types = [jax.typeof(leaf) for leaf in prepared]
+    return _differentiable(plan, axis, types, with_stats)(prepared, into)
+
+
+def _lift_shards(plan: Plan, axis: Axis, shards: Arrays) -> list[jax.Array]:
+    return [
+        axis.lift(shard, axis.shard_axes(spec.whole, spec.varying))
+        for shard, spec in zip(shards, plan.leaves, strict=True)
+    ]
+
+
+def _prepare(plan: Plan, axis: Axis, spec: LeafSpec, leaf: jax.Array) -> jax.Array:
+    """Returns the leaf as the transport takes it: converted, and to be summed once."""
+    leaf = jnp.asarray(leaf).astype(spec.dtype)
+    if spec.empty:
+        return leaf
+    if spec.reduced:
+        return own_slice(axis, spec.cut, leaf)
+    if plan.group_size * plan.replicas == 1:
+        # The sum over axes of size 1 is free and types the result.
+        names = axis.all_names if spec.whole else axis.replicate
+        lifted = axis.lift(leaf, axis.all_names)
+        return lax.psum(lifted, names) if names else lifted
+    known_equal = axis.unvarying_axes(leaf)
+    if known_equal:
+        leaf = mask_to_first(axis, leaf, known_equal)
+    return axis.lift(leaf, spec.varying)
+
+
+def own_slice(axis: Axis, cut: Cut, leaf: jax.Array) -> jax.Array:
+    """Returns this rank's shard of a leaf that every rank holds."""
+    if cut.layout == "whole":
+        return leaf
+    padded = padded_leaf(cut, leaf)
+    dim = cut.dim or 0
+    start = axis.rank() * cut.chunk
+    return lax.dynamic_slice_in_dim(
+        axis.lift(padded, axis.names), start, cut.chunk, dim
+    )
+
+
+def padded_leaf(cut: Cut, leaf: jax.Array) -> jax.Array:
+    """Returns the leaf in the shape of its shards laid side by side."""
+    if cut.layout == "whole":
+        return leaf
+    if cut.dim is None:
+        leaf = leaf.reshape(-1)
+    dim = cut.dim or 0
+    surplus = cut.chunk * cut.ranks - cut.length
+    if not surplus:
+        return leaf
+    return jnp.pad(leaf, [(0, surplus if d == dim else 0) for d in range(leaf.ndim)])
+
+
+def _differentiable(
+    plan: Plan, axis: Axis, types: Sequence[Any], with_stats: bool
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+    """Returns the reduction with its transpose.
+
+    The reduction is linear. Its transpose is taken from the same sum written with
+    `lax` leaf by leaf, so that it follows JAX's own conventions for replicated
+    values, with and without varying types. Statistics have no derivative.
+    """
+
+    @jax.custom_vjp
+    def run(
+        leaves: Arrays, into: Arrays | None
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        shards, stats = xla.reduce_scatter(plan, axis, leaves, into, with_stats)
+        return _lift_shards(plan, axis, shards), stats
+
+    def forward(leaves: Arrays, into: Arrays | None) -> tuple[Any, bool]:
+        return run(leaves, into), into is not None
+
+    def backward(had_into: bool, cotangents: Any) -> tuple[Any, Any]:
+        shards, _ = cotangents
+        # Zeros stand for the leaves, so that no gradient outlives its reduction.
+        zeros = [axis.lift(jnp.zeros(t.shape, t.dtype), t.mat.varying) for t in types]
+        _, transpose = jax.vjp(lambda leaves: _plain_sum(plan, axis, leaves), zeros)
+        return transpose(shards)[0], (shards if had_into else None)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _plain_sum(plan: Plan, axis: Axis, leaves: Arrays) -> list[jax.Array]:
+    """Returns the same shards, leaf by leaf, in plain `lax`."""
+    shards = []
+    for spec, leaf in zip(plan.leaves, leaves, strict=True):
+        cut = spec.cut
+        if spec.empty:
+            total = jnp.zeros(cut.shard_shape, spec.dtype)
+        elif spec.reduced or plan.group_size * plan.replicas == 1:
+            total = leaf
+        elif spec.whole:
+            total = lax.psum(leaf, axis.all_names)
+        else:
+            total = lax.psum_scatter(
+                padded_leaf(cut, leaf),
+                axis.names,
+                scatter_dimension=cut.dim or 0,
+                tiled=True,
+            )
+            if axis.replicate:
+                total = lax.psum(total, axis.replicate)
+        scaled = total.reshape(cut.shard_shape) / jnp.asarray(plan.divisor, total.dtype)
+        shards.append(scaled.astype(spec.shard_dtype))
+    return _lift_shards(plan, axis, shards)

@@ -1,0 +1,162 @@
+"""shard_params, unshard_params: true shapes to global arrays of shards, and back."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxzero._axis import AxisName
+from jaxzero._cut import Cut, CutTree, cut_leaf
+from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
+
+
+def shard_params(
+    params: PyTree, mesh: Mesh, axis_name: AxisName, *, cuts: CutTree = None
+) -> PyTree:
+    """Spreads parameters over a mesh axis, outside `jit`.
+
+    Args:
+      params: pytree of arrays in true shape, the same on every process.
+      mesh: the mesh.
+      axis_name: mesh axis, or tuple of axes in rank order, to shard over. Along the
+        mesh's other axes the shards are copies.
+      cuts: as for `shard_grads`.
+
+    Returns:
+      Pytree of global arrays in the layout of `shard_grads`: seen from inside a
+      `shard_map` with the arrays' own specs, each rank holds its shard. A flat leaf
+      of n elements has global shape (N * ceil(n / N),); only "whole" leaves are
+      replicated.
+
+    Raises:
+      ValueError: for an axis that the mesh does not have, or a cut that does not fit.
+      TypeError: for a leaf that is no array.
+
+    Example:
+      >>> import jax, numpy as np, jaxzero
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> sharded = jaxzero.shard_params({"w": np.ones((2, 3))}, mesh, "data")
+      >>> sharded["w"].sharding.spec
+      PartitionSpec('data',)
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    for name in names:
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"shard_params: axis {name!r} is not in the mesh, whose axes are "
+                f"{', '.join(map(repr, mesh.axis_names))}."
+            )
+    group_size = math.prod(mesh.shape[name] for name in names)
+    flat = flatten(params, "params")
+    options = broadcast_cuts(cuts, params, flat)
+    return flat.rebuild(
+        [
+            _place(
+                leaf, cut_leaf(option, leaf.path, leaf.shape, group_size), mesh, names
+            )
+            for leaf, option in zip(flat.leaves, options, strict=True)
+        ]
+    )
+
+
+def unshard_params(shards: PyTree, like: PyTree, *, cuts: CutTree = None) -> PyTree:
+    """Returns parameters in true shape as NumPy arrays, outside `jit`.
+
+    For checkpoints and export. With several processes all of them must call it, and
+    all receive the full arrays.
+
+    Args:
+      shards: pytree of global arrays from `shard_params`, or from a train step that
+        kept their layout.
+      like: pytree of the same structure with the true shapes.
+      cuts: as given to `shard_params`.
+
+    Raises:
+      ValueError: if the structures differ, or a global array does not have the shape
+        that its true shape and cut give it over any number of ranks.
+
+    Example:
+      >>> import jax, numpy as np, jaxzero
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> params = {"w": np.arange(3.0, dtype=np.float32)}
+      >>> sharded = jaxzero.shard_params(params, mesh, "data")
+      >>> jaxzero.unshard_params(sharded, params)["w"]
+      array([0., 1., 2.], dtype=float32)
+    """
+    flat_like = flatten(like, "like")
+    flat = match(shards, flat_like, "shards", "like")
+    options = broadcast_cuts(cuts, like, flat_like)
+    return flat.rebuild(
+        [
+            _true_leaf(shard, true, option)
+            for shard, true, option in zip(
+                flat.leaves, flat_like.leaves, options, strict=True
+            )
+        ]
+    )
+
+
+def partition_spec(cut: Cut, names: tuple[str, ...]) -> PartitionSpec:
+    """Returns the spec under which each rank sees its shard of a global array."""
+    if cut.layout == "whole":
+        return PartitionSpec()
+    return PartitionSpec(
+        *(None,) * (cut.dim or 0), names if len(names) > 1 else names[0]
+    )
+
+
+def _place(leaf: Leaf, cut: Cut, mesh: Mesh, names: tuple[str, ...]) -> jax.Array:
+    padded = _padded(np.asarray(leaf.value), cut)
+    sharding = NamedSharding(mesh, partition_spec(cut, names))
+    read: Callable[[Any], np.ndarray] = lambda index: padded[index]  # noqa: E731
+    return jax.make_array_from_callback(padded.shape, sharding, read)
+
+
+def _padded(value: np.ndarray, cut: Cut) -> np.ndarray:
+    value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
+    if cut.layout == "whole":
+        return value
+    if cut.dim is None:
+        value = value.reshape(-1)
+    dim = cut.dim or 0
+    pad = [(0, 0)] * value.ndim
+    pad[dim] = (0, cut.chunk * cut.ranks - cut.length)
+    return np.pad(value, pad) if pad[dim][1] else value
+
+
+def _true_leaf(shard: Leaf, true: Leaf, option: Any) -> np.ndarray:
+    if not any(
+        cut_leaf(option, true.path, true.shape, ranks).global_shape == shard.shape
+        for ranks in _possible_ranks(shard)
+    ):
+        raise ValueError(
+            f"shards leaf {shard.path} has global shape {shard.shape}, which is no "
+            f"layout of a parameter of shape {true.shape} with the cut {option!r}. "
+            f"Give the true shapes as like and the cuts of shard_params."
+        )
+    value = _on_host(shard.value)
+    if value.ndim == len(true.shape):
+        return value[tuple(slice(0, size) for size in true.shape)]
+    return value.reshape(-1)[: math.prod(true.shape)].reshape(true.shape)
+
+
+def _possible_ranks(shard: Leaf) -> list[int]:
+    """Returns the numbers of ranks that the array's own sharding allows."""
+    sharding = getattr(shard.value, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return [1]
+    ranks = 1
+    for entry in sharding.spec:
+        for name in (entry,) if isinstance(entry, str) else entry or ():
+            ranks *= sharding.mesh.shape[name]
+    return [ranks]
+
+
+def _on_host(value: Any) -> np.ndarray:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+    return np.asarray(value)

@@ -1,0 +1,78 @@
+"""Norm and finiteness of a whole tree from what each bucket measured."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxzero._axis import Axis
+from jaxzero._plan import Plan
+
+
+class Stats(NamedTuple):
+    """What `shard_grads(..., with_stats=True)` measures of the tree it returns.
+
+    Attributes:
+      norm: global L2 norm of the returned tree, float32 scalar.
+      all_finite: whether every element of it is finite, bool scalar.
+    """
+
+    norm: jax.Array
+    all_finite: jax.Array
+
+
+def combine(plan: Plan, axis: Axis, measured: Sequence[jax.Array]) -> Stats:
+    """Combines the measurements of all buckets and ranks.
+
+    Args:
+      plan: the plan that was carried out.
+      axis: its axis.
+      measured: per bucket float32[2], norm and 1 if finite, as seen by this rank.
+
+    Returns:
+      The same values, typed as equal, on every rank of the axis.
+    """
+    whole = [bucket.whole for bucket in plan.buckets]
+    cut = [m[0] for m, is_whole in zip(measured, whole, strict=True) if not is_whole]
+    kept = [m[0] for m, is_whole in zip(measured, whole, strict=True) if is_whole]
+    finite = [m[1] for m in measured]
+    mine = _stack(axis, [_norm(axis, cut), _norm(axis, kept), _least(axis, finite)])
+    # One small sum carries every rank's numbers to all ranks, so that the norm can
+    # be formed without squaring numbers near the float32 limits.
+    row = jnp.arange(axis.group_size)[:, None] == axis.rank()
+    everyone = lax.psum(jnp.where(row, mine[None, :], 0.0), axis.names)
+    norms = jnp.concatenate([everyone[:, 0], everyone[:1, 1]])
+    return Stats(norm=_stable_norm(norms), all_finite=jnp.all(everyone[:, 2] == 1.0))
+
+
+def _stack(axis: Axis, values: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack([axis.lift(value, axis.names) for value in _aligned(axis, values)])
+
+
+def _aligned(axis: Axis, values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Types all values as varying over the union of their axes."""
+    if not axis.typed:
+        return list(values)
+    names = frozenset[str]().union(*(jax.typeof(v).mat.varying for v in values))
+    return [axis.lift(value, names) for value in values]
+
+
+def _norm(axis: Axis, norms: Sequence[jax.Array]) -> jax.Array:
+    if not norms:
+        return jnp.float32(0.0)
+    return _stable_norm(jnp.stack(_aligned(axis, norms)))
+
+
+def _least(axis: Axis, flags: Sequence[jax.Array]) -> jax.Array:
+    if not flags:
+        return jnp.float32(1.0)
+    return jnp.min(jnp.stack(_aligned(axis, flags)))
+
+
+def _stable_norm(values: jax.Array) -> jax.Array:
+    """Returns the L2 norm without overflow or underflow of the squares."""
+    largest = jnp.max(jnp.abs(values))
+    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
+    return scale * jnp.sqrt(jnp.sum(jnp.square(values / scale)))

@@ -1,0 +1,237 @@
+"""Transport "xla": pack, a `lax` collective, unpack. Any backend, any process layout.
+
+Buckets follow each other: the pack of a bucket takes a result of the unpack before
+it as an ordering operand, so that one bucket's buffers are alive at a time and the
+collectives run in plan order on every rank.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxzero import _ffi
+from jaxzero._axis import Axis, varying
+from jaxzero._plan import Bucket, Plan
+
+Operands = Sequence[jax.Array]
+
+
+def reduce_scatter(
+    plan: Plan, axis: Axis, leaves: Operands, into: Operands | None, with_stats: bool
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Carries out a plan.
+
+    Args:
+      plan: the plan for these leaves.
+      axis: the axis that the plan was made for.
+      leaves: the leaves in plan order, varying over the axis. A leaf marked
+        `reduced` is given as this rank's slice of it.
+      into: accumulators in plan order, or None. An accumulator that is donated is
+        updated in place.
+      with_stats: whether to measure norm and finiteness.
+
+    Returns:
+      The shards in plan order, and per bucket float32[2]: the norm of the bucket's
+      shards on this rank, and 1 if all of them are finite, else 0.
+    """
+    shards = _Partial(into)
+    stats: list[jax.Array] = []
+    for bucket in plan.buckets:
+        rows, num_rows = _reduced_rows(plan, axis, bucket, leaves, stats)
+        stats.append(_unpack(plan, axis, bucket, rows, num_rows, shards, with_stats))
+    return [
+        shards.finish(i, leaf.cut.shard_shape, leaf.shard_dtype)
+        for i, leaf in enumerate(plan.leaves)
+    ], stats
+
+
+@dataclasses.dataclass
+class _Partial:
+    """Results under construction: a leaf split over buckets is written in turns."""
+
+    into: Operands | None
+    done: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def base(self, leaf: int) -> jax.Array | None:
+        """Returns the array that the next write of this leaf goes into."""
+        if leaf in self.done:
+            return self.done[leaf]
+        return None if self.into is None else self.into[leaf]
+
+    def finish(self, leaf: int, shape: Sequence[int], dtype: str) -> jax.Array:
+        """Returns the finished result; an empty leaf was never written."""
+        if leaf in self.done:
+            return self.done[leaf]
+        # Fresh zeros also for an accumulator: XLA:CPU 0.11.2 crashes while compiling
+        # an empty sharded argument that is returned as it came.
+        return jnp.zeros(shape, dtype)
+
+
+def _reduced_rows(
+    plan: Plan, axis: Axis, bucket: Bucket, leaves: Operands, earlier: Operands
+) -> tuple[jax.Array, int]:
+    """Returns the rows that arrive on this rank, and how many are left to sum."""
+    first = bucket.slots[0].leaf
+    if bucket.kind == "local":
+        return leaves[first], 1
+    if bucket.kind == "direct":
+        send = leaves[first].reshape(bucket.send_rows, -1)
+    else:
+        send = _pack(plan, axis, bucket, leaves, earlier)
+    if bucket.collective == "all_reduce":
+        return lax.psum(send, axis.all_names), 1
+    if bucket.recv_rows == 1:
+        rows = lax.psum_scatter(send, axis.names, scatter_dimension=0, tiled=True)
+        return (lax.psum(rows, axis.replicate) if axis.replicate else rows), 1
+    rows = lax.all_to_all(send, axis.names, 0, 0, tiled=True)
+    if not axis.replicate:
+        return rows, bucket.recv_rows
+    # Replicas add partial sums, which need the wide dtype to stay exact.
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    return lax.psum(jnp.sum(rows.astype(wide), axis=0), axis.replicate), 1
+
+
+def _pack(
+    plan: Plan, axis: Axis, bucket: Bucket, leaves: Operands, earlier: Operands
+) -> jax.Array:
+    """Packs a bucket's leaves, after the last of the `earlier` results."""
+    names = frozenset(axis.all_names + bucket.varying)
+    operands = [leaves[slot.leaf] for slot in bucket.slots]
+    operands += _token(earlier, names)
+    shape = (bucket.send_rows, bucket.row_numel)
+    (send,) = _ffi.call(
+        _ffi.PACK,
+        [axis.result(shape, bucket.comm_dtype, names)],
+        [axis.lift(value, names) for value in operands],
+        slots=_ffi.leaf_slots(bucket, plan.leaves),
+        group_size=np.int64(bucket.send_rows),
+        pre_scale=np.float64(bucket.pre_scale),
+    )
+    return send
+
+
+def _token(earlier: Operands, names: frozenset[str]) -> list[jax.Array]:
+    """Returns the last result to wait for that does not widen the result's type."""
+    fitting = [value for value in earlier if varying(value) <= names]
+    return fitting[-1:]
+
+
+def _unpack(
+    plan: Plan,
+    axis: Axis,
+    bucket: Bucket,
+    rows: jax.Array,
+    num_rows: int,
+    shards: _Partial,
+    with_stats: bool,
+) -> jax.Array:
+    """Writes the bucket's shards into `shards`; returns its statistics."""
+    specs = [plan.leaves[slot.leaf] for slot in bucket.slots]
+    bases = [shards.base(slot.leaf) for slot in bucket.slots]
+    present = [base for base in bases if base is not None]
+    operand_of = {id(base): i for i, base in enumerate(present)}
+    base_of = [-1 if base is None else operand_of[id(base)] for base in bases]
+    # Operand 0 is the rows, so base j is operand 1 + j.
+    aliases = {1 + j: i for i, j in enumerate(base_of) if j >= 0}
+    if not present and bucket.kind == "direct" and num_rows == 1:
+        if rows.dtype == specs[0].shard_dtype:
+            rows = rows.reshape(specs[0].cut.shard_shape)
+            aliases = {0: 0}
+    names = axis.shard_axes(bucket.whole, bucket.varying)
+    *results, stats = _ffi.call(
+        _ffi.UNPACK,
+        [
+            *(axis.result(s.cut.shard_shape, s.shard_dtype, names) for s in specs),
+            axis.result((2,), "float32", names),
+        ],
+        [axis.lift(value, names) for value in (rows, *present)],
+        aliases=aliases,
+        slots=_ffi.shard_slots(
+            bucket, plan.leaves, base_of, accumulate=shards.into is not None
+        ),
+        num_rows=np.int64(num_rows),
+        divisor=np.float64(plan.divisor * bucket.pre_scale),
+        with_stats=np.int64(with_stats),
+    )
+    for slot, result in zip(bucket.slots, results, strict=True):
+        shards.done[slot.leaf] = result
+    return stats
+
+
+def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
+    """Carries out a plan backwards: shards to leaves.
+
+    Args:
+      plan: a plan whose comm dtype is the dtype of the leaves.
+      axis: the axis that the plan was made for.
+      shards: the shards in plan order.
+
+    Returns:
+      The leaves in plan order, in true shape and leaf dtype.
+    """
+    leaves = _Partial(None)
+    token: list[jax.Array] = []
+    for bucket in plan.buckets:
+        if bucket.kind == "packed":
+            token.append(_gather_packed(plan, axis, bucket, shards, leaves, token))
+        else:
+            first = bucket.slots[0].leaf
+            leaves.done[first] = _gather_direct(plan, axis, first, shards[first])
+    return [
+        leaves.finish(i, leaf.shape, leaf.dtype) for i, leaf in enumerate(plan.leaves)
+    ]
+
+
+def _gather_direct(plan: Plan, axis: Axis, index: int, shard: jax.Array) -> jax.Array:
+    leaf = plan.leaves[index]
+    shard = shard.astype(leaf.dtype)
+    if leaf.cut.ranks > 1:
+        shard = lax.all_gather(shard, axis.names, axis=leaf.cut.dim or 0, tiled=True)
+    if leaf.cut.layout == "flat":
+        return shard.reshape(-1)[: leaf.cut.length].reshape(leaf.shape)
+    return shard.reshape(leaf.shape)
+
+
+def _gather_packed(
+    plan: Plan,
+    axis: Axis,
+    bucket: Bucket,
+    shards: Operands,
+    leaves: _Partial,
+    token: Operands,
+) -> jax.Array:
+    """Gathers a bucket of shards into `leaves`; returns an ordering token."""
+    specs = [plan.leaves[slot.leaf] for slot in bucket.slots]
+    names = frozenset(axis.names + bucket.varying)
+    operands = [shards[slot.leaf] for slot in bucket.slots] + _token(token, names)
+    (row,) = _ffi.call(
+        _ffi.PACK,
+        [axis.result((1, bucket.row_numel), bucket.comm_dtype, names)],
+        [axis.lift(value, names) for value in operands],
+        slots=_ffi.shard_slots(bucket, plan.leaves),
+        group_size=np.int64(1),
+        pre_scale=np.float64(1.0),
+    )
+    rows = lax.all_gather(row, axis.names, axis=0, tiled=True)
+    bases = [leaves.base(slot.leaf) for slot in bucket.slots]
+    present = [base for base in bases if base is not None]
+    operand_of = {id(base): i for i, base in enumerate(present)}
+    base_of = [-1 if base is None else operand_of[id(base)] for base in bases]
+    *results, done = _ffi.call(
+        _ffi.UNPACK_LEAVES,
+        [
+            *(axis.result(spec.shape, spec.dtype, names) for spec in specs),
+            axis.result((1,), "float32", names),
+        ],
+        [axis.lift(value, names) for value in (rows, *present)],
+        aliases={1 + j: i for i, j in enumerate(base_of) if j >= 0},
+        slots=_ffi.leaf_slots(bucket, plan.leaves, base_of),
+        group_size=np.int64(bucket.send_rows),
+    )
+    for slot, result in zip(bucket.slots, results, strict=True):
+        leaves.done[slot.leaf] = result
+    return done
