@@ -1,0 +1,80 @@
+"""One call that joins the other ranks, whoever started them."""
+
+import os
+import sys
+from types import TracebackType
+from typing import Literal
+
+import jax
+
+from jaxzero.testing import _environment as environment
+
+_HOW_TO_START = (
+    "Start it with `python -m jaxzero.testing.launch -n 4 -- COMMAND` on one machine, "
+    "or with `srun COMMAND` on a cluster."
+)
+
+
+def started_by() -> Literal["launch", "slurm"] | None:
+    """Returns who started this process as one of several ranks; None if nobody did."""
+    if environment.PROCESS_ID in os.environ:
+        return "launch"
+    if all(name in os.environ for name in environment.SLURM_STEP):
+        return "slurm"
+    return None
+
+
+def initialize() -> None:
+    """Joins the other ranks: `jax.distributed.initialize`, told what it needs to know.
+
+    From here on an uncaught exception ends this process at once. Without that it
+    would first wait for the other ranks, which may wait for it.
+
+    Raises:
+      RuntimeError: if this process is not one of several ranks, or was given only
+        some of the variables that say which.
+    """
+    starter = started_by()
+    if starter is None:
+        raise RuntimeError(f"this process was started alone. {_HOW_TO_START}")
+    if starter == "slurm":
+        jax.distributed.initialize()
+    else:
+        devices = os.environ.get(environment.LOCAL_DEVICE_IDS)
+        jax.distributed.initialize(
+            coordinator_address=_variable(environment.COORDINATOR),
+            num_processes=int(_variable(environment.NUM_PROCESSES)),
+            process_id=int(_variable(environment.PROCESS_ID)),
+            local_device_ids=[int(d) for d in devices.split(",")] if devices else None,
+            initialization_timeout=60,
+            shutdown_timeout_seconds=60,
+        )
+    sys.excepthook = _report_and_exit
+
+
+def exit_on_failure(status: int) -> None:
+    """Ends this process at once if `status` is an error; does nothing if it is 0.
+
+    For programs that catch their own exceptions, such as test runners: the usual
+    exit waits for the other ranks.
+    """
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if value is None:
+        raise RuntimeError(
+            f"{environment.PROCESS_ID} is set but {name} is not. {_HOW_TO_START}"
+        )
+    return value
+
+
+def _report_and_exit(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    sys.__excepthook__(kind, error, trace)
+    exit_on_failure(1)

@@ -1,0 +1,68 @@
+"""Runs a Python program, and ends the process at once if the program fails.
+
+A program of its own, on the standard library only: `_program.py script.py ...`,
+`_program.py -m module ...` or `_program.py -c code ...`, as for the interpreter. The
+interpreter's own way out would first wait for the other ranks, which may wait for
+this one: `jax.distributed` has a barrier there.
+"""
+
+import os
+import runpy
+import sys
+import traceback
+from types import TracebackType
+
+
+def main(arguments: list[str]) -> None:
+    """Runs what the arguments of an interpreter say."""
+    status: object = 1
+    try:
+        _run(arguments)
+        return
+    except SystemExit as request:
+        status = request.code
+    except BaseException as error:
+        traceback.print_exception(error.with_traceback(_own_part(error.__traceback__)))
+    if status is None or status == 0:
+        return
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
+def _run(arguments: list[str]) -> None:
+    first, *rest = arguments
+    if first == "-m":
+        name, *rest = rest
+        _see_modules_of("")
+        sys.argv = [name, *rest]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        code, *rest = rest
+        _see_modules_of("")
+        sys.argv = ["-c", *rest]
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        _see_modules_of(os.path.dirname(os.path.abspath(first)))
+        sys.argv = arguments
+        runpy.run_path(first, run_name="__main__")
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """Leaves out the frames that lead to the program."""
+    while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+def _see_modules_of(folder: str) -> None:
+    """Puts a folder where the interpreter has put that of this file."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
