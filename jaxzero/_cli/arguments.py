@@ -1,0 +1,38 @@
+"""Argument parsing shared by the commands: one clear line for a wrong value."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class UsageError(Exception):
+    """A wrong request; its text is one line that says what to do instead."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument as one line, without the usage text, and exits 2."""
+
+    def error(self, message: str) -> NoReturn:
+        print(
+            f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr
+        )
+        raise SystemExit(2)
+
+
+def whole_number(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """Returns an argparse type for whole numbers inside a range."""
+    wanted = f"a whole number of at least {minimum}"
+    if maximum is not None:
+        wanted = f"a whole number from {minimum} to {maximum}"
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = minimum - 1
+        if number < minimum or (maximum is not None and number > maximum):
+            raise argparse.ArgumentTypeError(f"expected {wanted}, not {text!r}")
+        return number
+
+    return parse

@@ -1,0 +1,146 @@
+"""The demo's run: train sharded, compare with unsharded if asked, report."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+import jaxzero
+from jaxzero._cli.arguments import UsageError
+from jaxzero._cli.check import CHECKED_STEPS, TOLERANCES, CheckResult, compare
+from jaxzero._cli.demo_options import DemoOptions
+from jaxzero._cli.demo_result import DemoResult, Run, check_line, run_lines, summary
+from jaxzero._cli.memory import measured_bytes, memory_table, unsharded_bytes
+from jaxzero._cli.model import ModelConfig, Params, init_params
+from jaxzero._cli.progress import make_progress
+from jaxzero._cli.text import Bytes, batch_at, load_corpus
+from jaxzero._cli.training import (
+    AXIS,
+    Trainer,
+    TrainState,
+    make_optimizer,
+    sharded_trainer,
+    unsharded_trainer,
+)
+
+Batches = Callable[[int], Bytes]
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Runs the demo; returns the exit code."""
+    try:
+        corpus = load_corpus()
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+
+    def batches(step: int) -> Bytes:
+        return batch_at(
+            corpus,
+            (options.seed, step),
+            shape=(options.microbatches, options.batch // options.microbatches),
+            length=options.length,
+        )
+
+    config = ModelConfig(layers=options.layers, width=options.width)
+    params = init_params(jax.random.key(options.seed), config)
+    numel = sum(leaf.size for leaf in jax.tree.leaves(params))
+    policy = jaxzero.Policy(
+        # One division makes the sum over devices and microbatches their mean.
+        divide_by=options.devices * options.microbatches,
+        comm_dtype=options.wire,
+        shard_dtype="float32",
+        transport="xla",
+    )
+    print(
+        f"{numel:,} parameters on {options.devices} CPU devices; each step reads"
+        f" {options.batch * options.length:,} of {len(corpus):,} bytes of text"
+        f" in {options.microbatches} microbatches\n"
+    )
+    print(jaxzero.make_plan(params, options.devices, policy), end="\n\n")
+
+    optimizer = make_optimizer(options.steps)
+    mesh = jax.make_mesh((options.devices,), (AXIS,))
+    trainer = sharded_trainer(params, optimizer, mesh, policy)
+    run, state = _train("sharded", trainer, batches, options.steps)
+    sharded, unsharded = measured_bytes(state), unsharded_bytes(params, optimizer)
+    print(f"\n{run_lines(run)}\n")
+    print(memory_table(sharded, unsharded, run.temp_bytes))
+    check = None
+    if options.check and run.complete:
+        check = _check(run, params, optimizer, batches, options)
+    result = DemoResult(
+        options=options,
+        numel=numel,
+        run=run,
+        sharded=sharded,
+        unsharded=unsharded,
+        check=check,
+    )
+    if options.plot is not None:
+        # Imported late: matplotlib is needed for this option only.
+        from jaxzero._cli.plot import save_plot
+
+        save_plot(options.plot, result)
+        print(f"plot: {options.plot}")
+    if options.json:
+        print(json.dumps(summary(result), allow_nan=False))
+    return result.exit_code
+
+
+def _check(
+    run: Run,
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    batches: Batches,
+    options: DemoOptions,
+) -> CheckResult:
+    print()
+    steps = min(options.steps, CHECKED_STEPS)
+    trainer = unsharded_trainer(params, optimizer)
+    reference, _ = _train("unsharded", trainer, batches, steps)
+    check = compare(run.losses, reference.losses, TOLERANCES[options.wire])
+    print(f"\n{check_line(check, options.wire)}")
+    return check
+
+
+def _train(
+    label: str, trainer: Trainer, batches: Batches, steps: int
+) -> tuple[Run, TrainState]:
+    print(f"{label}: compiling", flush=True)
+    start = time.monotonic()
+    state = trainer.state
+    step: Any = trainer.step.lower(state, trainer.place(batches(0))).compile()
+    compiled = time.monotonic()
+    losses: list[float] = []
+    tokens = 0
+    progress = make_progress(label, steps)
+    for index in range(steps):
+        batch = batches(index)
+        state, metrics = step(state, trainer.place(batch))
+        loss = float(metrics.loss)
+        if not math.isfinite(loss):
+            print(f"{label}: loss {loss} in step {index + 1}", file=sys.stderr)
+            break
+        losses.append(loss)
+        tokens += batch[..., 1:].size
+        progress.update(
+            index + 1,
+            f"loss {loss:.3f}  grad norm {float(metrics.grad_norm):.2f}"
+            f"  {tokens / (time.monotonic() - compiled):,.0f} tokens/s",
+        )
+    progress.close()
+    train_seconds = time.monotonic() - compiled
+    run = Run(
+        losses=tuple(losses),
+        complete=len(losses) == steps,
+        compile_seconds=compiled - start,
+        train_seconds=train_seconds,
+        tokens_per_second=tokens / train_seconds,
+        temp_bytes=step.memory_analysis().temp_size_in_bytes,
+    )
+    return run, state

@@ -1,0 +1,130 @@
+"""`python -m jaxzero demo` as a user starts it, with a model that takes seconds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+TINY = ("--layers", "1", "--width", "64", "--length", "16", "--batch", "32")
+TINY_NUMEL = 256 * 64 + 12 * 64 * 64 + 3 * 64
+FLOAT32_BYTES = 4
+ADAM_COUNTS_BYTES = 8
+
+
+def run_demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jaxzero", "demo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
+
+
+def demo_json(*arguments: str, **environment: str) -> dict[str, Any]:
+    done = run_demo(*TINY, *arguments, "--json", **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def eight_devices() -> dict[str, Any]:
+    return demo_json("--steps", "2")
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
+def test_losses_equal_those_of_an_unsharded_run(wire: str) -> None:
+    summary = demo_json("--steps", "10", "--wire", wire, "--check")
+    check = summary["check"]
+    assert check["steps"] == 10
+    assert check["largest_relative_difference"] <= check["tolerance"]
+    if wire == "float32":
+        assert check["tolerance"] <= 1e-4
+
+
+def test_loss_falls() -> None:
+    bits = demo_json("--steps", "30")["bits_per_byte"]
+    assert 7.5 < bits["start"] < 8.5
+    assert bits["end"] < bits["start"] - 1
+
+
+def test_seed_decides_the_losses(eight_devices: dict[str, Any]) -> None:
+    first, again = (demo_json("--steps", "2", "--seed", "7") for _ in range(2))
+    assert first["losses"] == again["losses"]
+    assert first["losses"] != eight_devices["losses"]
+
+
+def test_state_takes_an_eighth_on_eight_devices(eight_devices: dict[str, Any]) -> None:
+    assert eight_devices["parameters"] == TINY_NUMEL
+    full = TINY_NUMEL * FLOAT32_BYTES
+    assert eight_devices["bytes_per_device"]["unsharded"] == {
+        "params": full,
+        "grads": full,
+        "optimizer": 2 * full + ADAM_COUNTS_BYTES,
+    }
+    assert eight_devices["bytes_per_device"]["sharded"] == {
+        "params": full // 8,
+        "grads": full // 8,
+        "optimizer": 2 * full // 8 + ADAM_COUNTS_BYTES,
+    }
+
+
+def test_devices_that_divide_no_leaf_are_padded() -> None:
+    summary = demo_json("--steps", "2", "--devices", "3", "--batch", "24", "--check")
+    assert summary["check"]["passed"]
+    # Three vectors of 64 elements and five matrices of 4096 times 1, 3 or 4.
+    shard_numel = sum(-(-n * 64 // 3) for n in (1, 1, 1, 64, 192, 256, 256, 256))
+    assert summary["bytes_per_device"]["sharded"]["params"] == (
+        shard_numel * FLOAT32_BYTES
+    )
+
+
+def test_one_device_needs_no_collective() -> None:
+    summary = demo_json("--steps", "2", "--devices", "1", "--check")
+    assert summary["check"]["largest_relative_difference"] < 1e-6
+    sizes = summary["bytes_per_device"]
+    assert sizes["sharded"] == sizes["unsharded"]
+
+
+def test_environment_does_not_choose_the_devices() -> None:
+    summary = demo_json(
+        "--steps",
+        "2",
+        "--devices",
+        "2",
+        XLA_FLAGS="--xla_force_host_platform_device_count=3",
+        JAX_PLATFORMS="cuda",
+        JAX_ENABLE_X64="1",
+    )
+    assert summary["bytes_per_device"]["sharded"]["params"] == (
+        TINY_NUMEL * FLOAT32_BYTES // 2
+    )
+
+
+def test_output_is_readable_without_a_terminal(tmp_path: Path) -> None:
+    plot = tmp_path / "demo.png"
+    done = run_demo(*TINY, "--steps", "25", "--check", "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "\r" not in done.stdout
+    for text in ("Plan: ", "tokens/s", "bytes per device", "check ok", "bits per byte"):
+        assert text in done.stdout
+    steps = [line for line in done.stdout.splitlines() if line.startswith("sharded ")]
+    assert len(steps) <= 12
+    pixels = imread(plot)
+    assert pixels.shape[0] > 500 and pixels.shape[1] > 1000
+    assert np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0).shape[0] > 50
+
+
+def test_wrong_value_is_one_line_and_exit_code_2() -> None:
+    done = run_demo("--devices", "0")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "--devices" in done.stderr and "'0'" in done.stderr

@@ -1,0 +1,78 @@
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxzero.__main__ import main
+
+
+def error_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", *arguments])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "0"], ["--devices", "at least 1", "'0'"]),
+        (["--devices", "many"], ["--devices", "at least 1", "'many'"]),
+        (["--devices", "12"], ["--batch 64", "12 devices x 4", "--batch 48"]),
+        (["--devices", "128"], ["128 devices", "try --batch 512"]),
+        (["--steps", "0"], ["--steps", "at least 1"]),
+        (["--steps", "-3"], ["--steps", "'-3'"]),
+        (["--wire", "int8"], ["--wire", "int8", "float32", "bfloat16", "float16"]),
+        (["--seed", "-1"], ["--seed", "from 0"]),
+        (["--batch", "1.5"], ["--batch", "whole number"]),
+        (["--width", "100"], ["--width 100", "multiple of 64", "--width 128"]),
+        (["--plot", "demo.xyz"], ["--plot demo.xyz", ".png"]),
+        (["--plot"], ["--plot", "expected one argument"]),
+        (["--fast"], ["--fast"]),
+    ],
+    ids=" ".join,
+)
+def test_wrong_value_is_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    line = error_line(capsys, *arguments)
+    for word in words:
+        assert word in line
+
+
+def test_unwritable_plot_is_refused_before_training(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = error_line(capsys, "--plot", str(tmp_path / "missing" / "demo.png"))
+    assert os.strerror(errno.ENOENT) in line
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    assert os.strerror(errno.EISDIR) in error_line(capsys, "--plot", str(folder))
+
+
+def test_refused_run_leaves_no_plot_behind(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plot = tmp_path / "demo.png"
+    error_line(capsys, "--plot", str(plot), "--devices", "12")
+    assert not plot.exists()
+
+
+def test_help_shows_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for words in (
+        "(default 8)",
+        "bfloat16",
+        "examples:",
+        "--check --plot",
+        "exit codes",
+    ):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 88
