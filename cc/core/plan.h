@@ -43,6 +43,13 @@ JAXZERO_HOST_DEVICE inline int64_t Max(int64_t a, int64_t b) {
   return a > b ? a : b;
 }
 
+inline int64_t LeafNumel(const Slot& slot) {
+  return slot.outer * slot.length * slot.inner;
+}
+inline int64_t ShardNumel(const Slot& slot) {
+  return slot.outer * slot.chunk * slot.inner;
+}
+
 // One rank's part of a leaf: blocks of which the first `valid` components lie
 // together in the leaf and the rest is padding.
 struct RankPart {

@@ -8,7 +8,6 @@
 #define JAXZERO_CPU_LAUNCHER_H_
 
 #include <algorithm>
-#include <cfenv>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -16,28 +15,14 @@
 #include "core/copy.h"
 #include "core/dtype.h"
 #include "core/plan.h"
+#include "cpu/float_environment.h"
+#include "cpu/huge_pages.h"
 #include "cpu/loops.h"
 #include "cpu/parallel_for.h"
+#include "cpu/parts.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxzero {
-
-// Gradual underflow and rounding to nearest, whatever the thread is set to:
-// XLA's pool flushes subnormals, its callers may not, and results must not
-// depend on who takes which chunk.
-class DefaultFloatEnvironment {
- public:
-  DefaultFloatEnvironment() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
-  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
-  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
-
- private:
-  std::fenv_t saved_;
-};
 
 class CpuLauncher {
  public:
@@ -46,12 +31,13 @@ class CpuLauncher {
   explicit CpuLauncher(Context pool) : pool_(pool) {}
 
   ::xla::ffi::Error Pack(const PackCall& call) {
+    const int64_t size = SizeOf(call.dtype);
+    PreferHugePages(call.bucket, call.group_size * call.row_numel * size);
     ForEachPart(
-        call, call.group_size, SizeOf(call.dtype),
+        call, call.group_size, size,
         [&](int64_t, int64_t row, const BoundSlot& bound, int64_t begin,
             int64_t end) { PackPart(call, row, bound, begin, end); },
         [&](int64_t row, int64_t begin, int64_t end) {
-          const int64_t size = SizeOf(call.dtype);
           std::memset(static_cast<char*>(call.bucket) +
                           (row * call.row_numel + begin) * size,
                       0, static_cast<size_t>((end - begin) * size));
@@ -60,7 +46,12 @@ class CpuLauncher {
   }
 
   ::xla::ffi::Error Unpack(const UnpackCall& call) {
-    // Chunks cover columns: all rows of a column are added in one place.
+    for (int64_t i = 0; i < call.num_slots; ++i) {
+      const BoundSlot& bound = call.slots[i];
+      PreferHugePages(bound.result,
+                      ShardNumel(bound.slot) * SizeOf(bound.dtype));
+    }
+    // Chunks are columns: all rows of a column are added in one place.
     const int64_t size = SizeOf(call.dtype) * call.num_rows;
     std::vector<StatsSum> partial(
         call.with_stats ? NumChunks(call.row_numel, size) : 0);
@@ -82,6 +73,11 @@ class CpuLauncher {
   }
 
   ::xla::ffi::Error UnpackLeaves(const UnpackLeavesCall& call) {
+    for (int64_t i = 0; i < call.num_slots; ++i) {
+      const BoundSlot& bound = call.slots[i];
+      PreferHugePages(bound.result,
+                      LeafNumel(bound.slot) * SizeOf(bound.dtype));
+    }
     ForEachPart(
         call, call.group_size, SizeOf(call.dtype),
         [&](int64_t, int64_t row, const BoundSlot& bound, int64_t begin,
@@ -92,8 +88,8 @@ class CpuLauncher {
   }
 
  private:
-  // Small enough for the caches and for many chunks per thread, large enough to
-  // hide what a chunk costs by itself (below a microsecond).
+  // Small enough to share work evenly, large enough to hide what a chunk costs
+  // by itself (below a microsecond).
   static constexpr int64_t kChunkBytes = 128 << 10;
 
   static int64_t ChunkNumel(int64_t size) {
@@ -147,77 +143,6 @@ class CpuLauncher {
       begin = std::max(from, to);
     }
     if (begin < end) gap(begin, end);
-  }
-
-  // The three parts below get columns [begin, end) of a row, all of one slot.
-
-  static void PackPart(const PackCall& call, int64_t row,
-                       const BoundSlot& bound, int64_t begin, int64_t end) {
-    DispatchPair(bound.dtype, call.dtype, [&](auto from, auto to) {
-      using Leaf = decltype(from);
-      using Wire = decltype(to);
-      const Slot& slot = bound.slot;
-      const auto* leaf = static_cast<const Leaf*>(bound.leaf);
-      const int64_t shift = row * call.row_numel + slot.row_offset - slot.begin;
-      Wire* shard = static_cast<Wire*>(call.bucket) + shift;
-      using Body = CopyBody<Leaf, Wire>;
-      const Body body{static_cast<typename Body::Compute>(call.pre_scale)};
-      const int64_t column_shift = slot.begin - slot.row_offset;
-      ForEachRun(
-          PartOf(slot, row), begin + column_shift, end + column_shift,
-          [&](int64_t leaf_index, int64_t component, int64_t numel) {
-            CopyRun(leaf + leaf_index, shard + component, numel, body);
-          },
-          [&](int64_t component, int64_t numel) {
-            std::memset(static_cast<void*>(shard + component), 0,
-                        static_cast<size_t>(numel) * sizeof(Wire));
-          });
-    });
-  }
-
-  static void UnpackPart(const UnpackCall& call, const BoundSlot& bound,
-                         int64_t begin, int64_t end, StatsSum* stats) {
-    DispatchPair(call.dtype, bound.dtype, [&](auto from, auto to) {
-      using Row = decltype(from);
-      using Out = decltype(to);
-      using Body = UnpackBody<Row, Out>;
-      const int64_t shift = bound.slot.begin - bound.slot.row_offset;
-      const Body body{static_cast<const Row*>(call.rows),
-                      call.row_numel,
-                      static_cast<const Out*>(bound.base),
-                      static_cast<Out*>(bound.result),
-                      shift,
-                      Divide<typename Body::Compute>::By(call.divisor)};
-      UnpackRun(body, call.num_rows, begin, end, stats);
-    });
-  }
-
-  static void UnpackLeavesPart(const UnpackLeavesCall& call, int64_t row,
-                               const BoundSlot& bound, int64_t begin,
-                               int64_t end) {
-    DispatchPair(call.dtype, bound.dtype, [&](auto from, auto to) {
-      using Wire = decltype(from);
-      using Leaf = decltype(to);
-      const Slot& slot = bound.slot;
-      const int64_t shift = row * call.row_numel + slot.row_offset - slot.begin;
-      const Wire* shard = static_cast<const Wire*>(call.bucket) + shift;
-      auto* leaf = static_cast<Leaf*>(bound.result);
-      const int64_t column_shift = slot.begin - slot.row_offset;
-      ForEachRun(
-          PartOf(slot, row), begin + column_shift, end + column_shift,
-          [&](int64_t leaf_index, int64_t component, int64_t numel) {
-            CopyRun(shard + component, leaf + leaf_index, numel,
-                    CopyBody<Wire, Leaf>{1});
-          },
-          [](int64_t, int64_t) {});
-    });
-  }
-
-  template <typename F>
-  static void DispatchPair(DType from, DType to, F f) {
-    Dispatch(from, [&](auto first) {
-      Dispatch(to, [&](auto second) { f(first, second); });
-    });
   }
 
   Context pool_;

@@ -32,46 +32,45 @@ class StatsSum {
   template <typename Compute>
   void Add(const Compute* values, int64_t numel) {
     // Independent lanes, which compilers vectorise without reordering.
+    double squares[kLanes] = {};
+    double zeros[kLanes] = {};
+    const auto add = [&](int64_t lane, Compute value) {
+      const auto wide = static_cast<double>(value);
+      squares[lane] += wide * wide;
+      if constexpr (kSquareMayOverflow<Compute>) zeros[lane] += wide - wide;
+    };
     int64_t i = 0;
     for (; i + kLanes <= numel; i += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        AddTo(lane, values[i + lane]);
-      }
+      for (int64_t lane = 0; lane < kLanes; ++lane) add(lane, values[i + lane]);
     }
-    for (int64_t lane = 0; i < numel; ++i, ++lane) AddTo(lane, values[i]);
+    for (int64_t lane = 0; i < numel; ++i, ++lane) add(lane, values[i]);
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      squares_ += squares[lane];
+      zeros_ += kSquareMayOverflow<Compute> ? zeros[lane]
+                                            : squares[lane] - squares[lane];
+    }
   }
 
   void Add(const StatsSum& other) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      squares_[lane] += other.squares_[lane];
-      zeros_[lane] += other.zeros_[lane];
-    }
+    squares_ += other.squares_;
+    zeros_ += other.zeros_;
   }
 
   // Writes [norm, 1 if all values were finite else 0].
   void Write(float* stats) const {
-    double squares = 0;
-    double zeros = 0;
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      squares += squares_[lane];
-      zeros += zeros_[lane];
-    }
-    stats[0] = static_cast<float>(std::sqrt(squares));
-    stats[1] = zeros == 0 ? 1.0f : 0.0f;
+    stats[0] = static_cast<float>(std::sqrt(squares_));
+    stats[1] = zeros_ == 0 ? 1.0f : 0.0f;
   }
 
  private:
   static constexpr int64_t kLanes = 8;
 
+  // If not, the squares themselves show whether all values are finite.
   template <typename Compute>
-  void AddTo(int64_t lane, Compute value) {
-    const auto wide = static_cast<double>(value);
-    squares_[lane] += wide * wide;
-    zeros_[lane] += wide - wide;  // NaN unless the value is finite
-  }
+  static constexpr bool kSquareMayOverflow = std::is_same_v<Compute, double>;
 
-  double squares_[kLanes] = {};
-  double zeros_[kLanes] = {};
+  double squares_ = 0;
+  double zeros_ = 0;  // x - x of values: NaN if one is not finite
 };
 
 // Unpacks the indices [begin, end); adds what it stored to `stats` unless null.

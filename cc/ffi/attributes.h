@@ -73,7 +73,7 @@ inline ffi::Error CheckSlot(const Slot& slot, size_t index, int64_t group_size,
     return Invalid("slot ", index, ": ", group_size, " ranks of chunk ",
                    slot.chunk, " cannot hold length ", slot.length);
   }
-  const int64_t shard_numel = slot.outer * slot.chunk * slot.inner;
+  const int64_t shard_numel = ShardNumel(slot);
   if (slot.begin > shard_numel || slot.count > shard_numel - slot.begin) {
     return Invalid("slot ", index, ": found components [", slot.begin, ", ",
                    slot.begin, " + ", slot.count, "), expected at most ",

@@ -20,8 +20,8 @@ inline ffi::ErrorOr<std::vector<BoundSlot>> BindPackedLeaves(
   bound.reserve(slots.size());
   for (size_t i = 0; i < slots.size(); ++i) {
     const Slot& slot = slots[i];
-    ffi::ErrorOr<View> leaf = FindArgument(
-        "leaf", i, slot.operand, leaves, slot.outer * slot.length * slot.inner);
+    ffi::ErrorOr<View> leaf =
+        FindArgument("leaf", i, slot.operand, leaves, LeafNumel(slot));
     if (leaf.has_error()) return leaf.error();
     bound.push_back({slot, leaf->dtype, leaf->data, nullptr, nullptr});
   }

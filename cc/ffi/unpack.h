@@ -21,9 +21,8 @@ inline ffi::ErrorOr<std::vector<BoundSlot>> BindShards(
   bound.reserve(slots.size());
   for (size_t i = 0; i < slots.size(); ++i) {
     const Slot& slot = slots[i];
-    const int64_t numel = slot.outer * slot.chunk * slot.inner;
-    ffi::ErrorOr<View> shard =
-        FindResult("shard", i, slot.operand, results, num_shards, numel);
+    ffi::ErrorOr<View> shard = FindResult("shard", i, slot.operand, results,
+                                          num_shards, ShardNumel(slot));
     if (shard.has_error()) return shard.error();
     ffi::ErrorOr<const void*> base = FindBase(slot, i, bases, *shard);
     if (base.has_error()) return base.error();

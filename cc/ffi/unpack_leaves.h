@@ -21,9 +21,8 @@ inline ffi::ErrorOr<std::vector<BoundSlot>> BindUnpackedLeaves(
   bound.reserve(slots.size());
   for (size_t i = 0; i < slots.size(); ++i) {
     const Slot& slot = slots[i];
-    const int64_t numel = slot.outer * slot.length * slot.inner;
-    ffi::ErrorOr<View> leaf =
-        FindResult("leaf", i, slot.operand, results, num_leaves, numel);
+    ffi::ErrorOr<View> leaf = FindResult("leaf", i, slot.operand, results,
+                                         num_leaves, LeafNumel(slot));
     if (leaf.has_error()) return leaf.error();
     ffi::ErrorOr<const void*> base = FindBase(slot, i, bases, *leaf);
     if (base.has_error()) return base.error();
