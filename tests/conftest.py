@@ -7,7 +7,10 @@ run get their devices from whoever started them.
 import os
 
 PLATFORM = os.environ.get("JAXZERO_TEST_PLATFORM", "cpu")
-MULTI_PROCESS = "JAXZERO_PROCESS_ID" in os.environ or "SLURM_PROCID" in os.environ
+MULTI_PROCESS = (
+    "JAXZERO_PROCESS_ID" in os.environ
+    or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+)
 
 if not MULTI_PROCESS:
     # Both are read when jax is imported or its backend starts, so they come first.

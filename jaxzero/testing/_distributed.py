@@ -19,7 +19,7 @@ def started_by() -> Literal["launch", "slurm"] | None:
     """Returns who started this process as one of several ranks; None if nobody did."""
     if environment.PROCESS_ID in os.environ:
         return "launch"
-    if all(name in os.environ for name in environment.SLURM_STEP):
+    if int(os.environ.get(environment.SLURM_STEP_NUM_TASKS, "1")) > 1:
         return "slurm"
     return None
 

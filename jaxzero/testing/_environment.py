@@ -12,8 +12,8 @@ PROCESS_ID = "JAXZERO_PROCESS_ID"
 LOCAL_DEVICE_IDS = "JAXZERO_LOCAL_DEVICE_IDS"
 """Comma-separated numbers of the GPUs that a rank may use; unset on CPU."""
 
-SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
-"""Set by `srun` for each of its tasks."""
+SLURM_STEP_NUM_TASKS = "SLURM_STEP_NUM_TASKS"
+"""Set by `srun`; 1 in an interactive shell, whatever the size of its allocation."""
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 

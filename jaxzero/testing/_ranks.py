@@ -76,7 +76,9 @@ def run(programs: Sequence[Program], timeout_s: float) -> Outcome:
     events: _Events = queue.SimpleQueue()
     with _stop_signals_into(events), _group(programs, events) as ranks:
         running = set(range(len(ranks)))
-        failed, stopped, overdue = None, None, ()
+        failed: tuple[int, int] | None = None
+        overdue: tuple[int, ...] = ()
+        stopped: signal.Signals | None = None
         while running and failed is None and stopped is None:
             left_s = start + timeout_s - time.monotonic()
             try:
