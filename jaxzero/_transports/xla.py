@@ -6,6 +6,7 @@ collectives run in plan order on every rank.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -76,23 +77,29 @@ def _reduced_rows(
 ) -> tuple[jax.Array, int]:
     """Returns the rows that arrive on this rank, and how many are left to sum."""
     first = bucket.slots[0].leaf
+    dim = 0
     if bucket.kind == "local":
         return leaves[first], 1
     if bucket.kind == "direct":
-        send = leaves[first].reshape(bucket.send_rows, -1)
+        # Its own shape, so that the received rows are the shard without a copy.
+        cut = plan.leaves[first].cut
+        flat = cut.layout == "flat"
+        send = leaves[first].reshape(-1) if flat else leaves[first]
+        dim = cut.dim or 0
     else:
         send = _pack(plan, axis, bucket, leaves, earlier)
     if bucket.collective == "all_reduce":
         return lax.psum(send, axis.all_names), 1
     if bucket.recv_rows == 1:
-        rows = lax.psum_scatter(send, axis.names, scatter_dimension=0, tiled=True)
+        rows = lax.psum_scatter(send, axis.names, scatter_dimension=dim, tiled=True)
         return (lax.psum(rows, axis.replicate) if axis.replicate else rows), 1
-    rows = lax.all_to_all(send, axis.names, 0, 0, tiled=True)
+    rows = lax.all_to_all(send, axis.names, dim, dim, tiled=True)
     if not axis.replicate:
         return rows, bucket.recv_rows
     # Replicas add partial sums, which need the wide dtype to stay exact.
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    return lax.psum(jnp.sum(rows.astype(wide), axis=0), axis.replicate), 1
+    rows = rows.astype(wide).reshape(bucket.recv_rows, -1)
+    return lax.psum(jnp.sum(rows, axis=0), axis.replicate), 1
 
 
 def _pack(
@@ -133,21 +140,17 @@ def _unpack(
     specs = [plan.leaves[slot.leaf] for slot in bucket.slots]
     bases = [shards.base(slot.leaf) for slot in bucket.slots]
     present = [base for base in bases if base is not None]
-    operand_of = {id(base): i for i, base in enumerate(present)}
-    base_of = [-1 if base is None else operand_of[id(base)] for base in bases]
+    base_of = _positions(bases)
     # Operand 0 is the rows, so base j is operand 1 + j.
     aliases = {1 + j: i for i, j in enumerate(base_of) if j >= 0}
-    if not present and bucket.kind == "direct" and num_rows == 1:
-        if rows.dtype == specs[0].shard_dtype:
-            rows = rows.reshape(specs[0].cut.shard_shape)
-            aliases = {0: 0}
     names = axis.shard_axes(bucket.whole, bucket.varying)
-    *results, stats = _ffi.call(
+    results = [axis.result(s.cut.shard_shape, s.shard_dtype, names) for s in specs]
+    if not present and bucket.kind == "direct" and num_rows == 1:
+        if rows.dtype == specs[0].shard_dtype and rows.shape == results[0].shape:
+            aliases = {0: 0}
+    *written, stats = _ffi.call(
         _ffi.UNPACK,
-        [
-            *(axis.result(s.cut.shard_shape, s.shard_dtype, names) for s in specs),
-            axis.result((2,), "float32", names),
-        ],
+        [*results, axis.result((2,), "float32", names)],
         [axis.lift(value, names) for value in (rows, *present)],
         aliases=aliases,
         slots=_ffi.shard_slots(
@@ -157,9 +160,15 @@ def _unpack(
         divisor=np.float64(plan.divisor * bucket.pre_scale),
         with_stats=np.int64(with_stats),
     )
-    for slot, result in zip(bucket.slots, results, strict=True):
+    for slot, result in zip(bucket.slots, written, strict=True):
         shards.done[slot.leaf] = result
     return stats
+
+
+def _positions(bases: Sequence[jax.Array | None]) -> list[int]:
+    """Returns the position of each base among those that exist, else -1."""
+    count = itertools.count()
+    return [-1 if base is None else next(count) for base in bases]
 
 
 def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
@@ -219,8 +228,7 @@ def _gather_packed(
     rows = lax.all_gather(row, axis.names, axis=0, tiled=True)
     bases = [leaves.base(slot.leaf) for slot in bucket.slots]
     present = [base for base in bases if base is not None]
-    operand_of = {id(base): i for i, base in enumerate(present)}
-    base_of = [-1 if base is None else operand_of[id(base)] for base in bases]
+    base_of = _positions(bases)
     *results, done = _ffi.call(
         _ffi.UNPACK_LEAVES,
         [
