@@ -1,0 +1,31 @@
+"""Gradient trees that the benchmarks reduce: shapes only."""
+
+Shape = tuple[int, ...]
+Tree = dict[str, Shape]
+
+
+def gpt2(layers: int = 12, width: int = 768, vocab: int = 50257) -> Tree:
+    """Returns the parameter shapes of GPT-2: 148 leaves, 124 M parameters."""
+    tree: Tree = {"wte": (vocab, width), "wpe": (1024, width)}
+    for layer in range(layers):
+        block: Tree = {
+            "ln_1.scale": (width,),
+            "ln_1.bias": (width,),
+            "attn.qkv.kernel": (width, 3 * width),
+            "attn.qkv.bias": (3 * width,),
+            "attn.out.kernel": (width, width),
+            "attn.out.bias": (width,),
+            "ln_2.scale": (width,),
+            "ln_2.bias": (width,),
+            "mlp.in.kernel": (width, 4 * width),
+            "mlp.in.bias": (4 * width,),
+            "mlp.out.kernel": (4 * width, width),
+            "mlp.out.bias": (width,),
+        }
+        tree |= {f"h{layer}.{name}": shape for name, shape in block.items()}
+    return tree | {"ln_f.scale": (width,), "ln_f.bias": (width,)}
+
+
+def small(leaves: int = 1000, numel: int = 100) -> Tree:
+    """Returns many small leaves, the case where the number of collectives counts."""
+    return {f"leaf{i:04d}": (numel,) for i in range(leaves)}
