@@ -1,7 +1,10 @@
-"""Compares the losses of the sharded run with those of the unsharded one."""
+"""Compares a sharded run with an unsharded one of the same steps.
+
+Losses alone would not show gradients of a wrong scale: Adam does not depend on it. So
+the norm of the first step's gradient, the same point in both runs, is compared too.
+"""
 
 import dataclasses
-from collections.abc import Sequence
 
 CHECKED_STEPS = 50
 """Rounding differences grow exponentially in training; the promise covers these."""
@@ -17,16 +20,25 @@ TOLERANCES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Per step: the loss in nats per byte, and the norm of the mean gradient."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """Losses of the unsharded run, and how far the sharded ones are from them."""
+    """The unsharded losses, and relative differences of the sharded run from it."""
 
     losses: tuple[float, ...]
     differences: tuple[float, ...]
+    first_norm_difference: float
     tolerance: float
 
     @property
     def largest(self) -> float:
-        """The largest relative difference."""
+        """The largest difference of a loss."""
         return max(self.differences)
 
     @property
@@ -37,16 +49,21 @@ class CheckResult:
     @property
     def passed(self) -> bool:
         """Whether all differences are within the tolerance."""
-        return self.largest <= self.tolerance
+        return max(self.largest, self.first_norm_difference) <= self.tolerance
 
 
-def compare(
-    sharded: Sequence[float], unsharded: Sequence[float], tolerance: float
-) -> CheckResult:
-    """Compares two loss curves over the steps of the shorter one."""
-    pairs = list(zip(sharded, unsharded, strict=False))
+def compare(sharded: Curve, unsharded: Curve, tolerance: float) -> CheckResult:
+    """Compares two runs over the steps of the shorter one."""
+    pairs = zip(sharded.losses, unsharded.losses, strict=False)
     return CheckResult(
-        losses=tuple(unsharded),
-        differences=tuple(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs),
+        losses=unsharded.losses,
+        differences=tuple(_difference(ours, theirs) for ours, theirs in pairs),
+        first_norm_difference=_difference(
+            sharded.grad_norms[0], unsharded.grad_norms[0]
+        ),
         tolerance=tolerance,
     )
+
+
+def _difference(value: float, reference: float) -> float:
+    return abs(value - reference) / abs(reference)

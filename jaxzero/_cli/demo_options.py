@@ -62,7 +62,7 @@ def demo_parser() -> Parser:
     )
     run = parser.add_argument_group("the run")
     _add_count(run, "--devices", 8, "CPU devices")
-    _add_count(run, "--steps", 120, "optimizer steps")
+    _add_count(run, "--steps", 100, "optimizer steps")
     _add_count(run, "--batch", 64, "sequences per step, over devices and microbatches")
     _add_count(run, "--microbatches", 4, "parts of a step that are accumulated")
     run.add_argument(

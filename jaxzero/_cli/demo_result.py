@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 import jaxzero
-from jaxzero._cli.check import CheckResult
+from jaxzero._cli.check import CheckResult, Curve
 from jaxzero._cli.demo_options import DemoOptions
 from jaxzero._cli.memory import StateBytes
 
@@ -17,7 +17,7 @@ class Run:
     """One training run.
 
     Attributes:
-        losses: nats per byte, one for each step until one was not finite.
+        curve: losses and gradient norms until a loss was not finite.
         complete: whether all steps were finite.
         compile_seconds: of the step.
         train_seconds: of all steps.
@@ -25,7 +25,7 @@ class Run:
         temp_bytes: that a step needs on each device besides the state.
     """
 
-    losses: tuple[float, ...]
+    curve: Curve
     complete: bool
     compile_seconds: float
     train_seconds: float
@@ -35,12 +35,14 @@ class Run:
     @property
     def start_bits(self) -> float:
         """Bits per byte of the first step."""
-        return self.losses[0] / math.log(2) if self.losses else math.nan
+        losses = self.curve.losses
+        return losses[0] / math.log(2) if losses else math.nan
 
     @property
     def end_bits(self) -> float:
         """Mean bits per byte of the last tenth of the steps."""
-        last = self.losses[-max(1, len(self.losses) // 10) :]
+        losses = self.curve.losses
+        last = losses[-max(1, len(losses) // 10) :]
         return sum(last) / len(last) / math.log(2) if last else math.nan
 
 
@@ -77,7 +79,8 @@ def check_line(check: CheckResult, wire: str) -> str:
     """Says how far the sharded losses were from the unsharded ones."""
     return (
         f"check {'ok' if check.passed else 'FAILED'}: largest relative loss difference"
-        f" {check.largest:.2g} (step {check.step} of {len(check.differences)}),"
+        f" {check.largest:.2g} (step {check.step} of {len(check.differences)}),\n"
+        f"of the first gradient's norm {check.first_norm_difference:.2g};"
         f" tolerance {check.tolerance:g} for a {wire} wire"
     )
 
@@ -93,9 +96,10 @@ def summary(result: DemoResult) -> dict[str, Any]:
         "versions": {"jaxzero": jaxzero.__version__, "jax": jax.__version__},
         "parameters": result.numel,
         "complete": run.complete,
-        "losses": run.losses,
+        "losses": run.curve.losses,
+        "grad_norms": run.curve.grad_norms,
         "bits_per_byte": {"start": run.start_bits, "end": run.end_bits}
-        if run.losses
+        if run.curve.losses
         else None,
         "compile_seconds": round(run.compile_seconds, 3),
         "train_seconds": round(run.train_seconds, 3),
@@ -110,6 +114,7 @@ def summary(result: DemoResult) -> dict[str, Any]:
         else {
             "passed": check.passed,
             "largest_relative_difference": check.largest,
+            "first_grad_norm_relative_difference": check.first_norm_difference,
             "step": check.step,
             "steps": len(check.differences),
             "tolerance": check.tolerance,

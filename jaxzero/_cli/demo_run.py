@@ -12,7 +12,7 @@ import optax
 
 import jaxzero
 from jaxzero._cli.arguments import UsageError
-from jaxzero._cli.check import CHECKED_STEPS, TOLERANCES, CheckResult, compare
+from jaxzero._cli.check import CHECKED_STEPS, TOLERANCES, CheckResult, Curve, compare
 from jaxzero._cli.demo_options import DemoOptions
 from jaxzero._cli.demo_result import DemoResult, Run, check_line, run_lines, summary
 from jaxzero._cli.memory import measured_bytes, memory_table, unsharded_bytes
@@ -103,7 +103,7 @@ def _check(
     steps = min(options.steps, CHECKED_STEPS)
     trainer = unsharded_trainer(params, optimizer)
     reference, _ = _train("unsharded", trainer, batches, steps)
-    check = compare(run.losses, reference.losses, TOLERANCES[options.wire])
+    check = compare(run.curve, reference.curve, TOLERANCES[options.wire])
     print(f"\n{check_line(check, options.wire)}")
     return check
 
@@ -117,26 +117,28 @@ def _train(
     step: Any = trainer.step.lower(state, trainer.place(batches(0))).compile()
     compiled = time.monotonic()
     losses: list[float] = []
+    grad_norms: list[float] = []
     tokens = 0
     progress = make_progress(label, steps)
     for index in range(steps):
         batch = batches(index)
         state, metrics = step(state, trainer.place(batch))
-        loss = float(metrics.loss)
+        loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
         if not math.isfinite(loss):
             print(f"{label}: loss {loss} in step {index + 1}", file=sys.stderr)
             break
         losses.append(loss)
+        grad_norms.append(grad_norm)
         tokens += batch[..., 1:].size
         progress.update(
             index + 1,
-            f"loss {loss:.3f}  grad norm {float(metrics.grad_norm):.2f}"
+            f"loss {loss:.3f}  grad norm {grad_norm:.2f}"
             f"  {tokens / (time.monotonic() - compiled):,.0f} tokens/s",
         )
     progress.close()
     train_seconds = time.monotonic() - compiled
     run = Run(
-        losses=tuple(losses),
+        curve=Curve(losses=tuple(losses), grad_norms=tuple(grad_norms)),
         complete=len(losses) == steps,
         compile_seconds=compiled - start,
         train_seconds=train_seconds,

@@ -47,8 +47,8 @@ def save_plot(path: Path, result: DemoResult) -> None:
 
 def _draw_losses(axes: Axes, result: DemoResult) -> None:
     axes.plot(
-        _steps(result.run.losses),
-        _bits(result.run.losses),
+        _steps(result.run.curve.losses),
+        _bits(result.run.curve.losses),
         color=SHARDED_COLOR,
         linewidth=2.5,
         label=f"sharded over {result.options.devices} devices",
@@ -72,10 +72,9 @@ def _draw_losses(axes: Axes, result: DemoResult) -> None:
 
 def _draw_difference(axes: Axes, check: CheckResult) -> None:
     # Equal losses have no place on a logarithmic axis.
-    differences = [math.nan if d == 0 else d for d in check.differences]
-    axes.plot(
-        _steps(differences), differences, ".-", color="0.35", linewidth=1, markersize=4
-    )
+    differences = np.array(check.differences)
+    places = np.flatnonzero(differences)
+    axes.plot(1 + places, differences[places], ".", color="0.35")
     axes.axhline(check.tolerance, color="#b00020", linewidth=1, linestyle=":")
     axes.annotate(
         f"tolerance {check.tolerance:g}",
