@@ -23,15 +23,23 @@ Kind = Literal["packed", "direct", "local"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Sizes that a transport chose by measurement (see benchmarks/README.md)."""
+    """What a transport chose by measurement (see benchmarks/README.md).
+
+    Attributes:
+      bucket_bytes: default limit of one bucket.
+      direct_bytes: default size from which leaves go direct.
+      widens_16_bit: sums 16-bit floats through a float32 copy of the operand, as
+        XLA:CPU does; a leaf of its own then costs more memory than a bucket.
+    """
 
     bucket_bytes: int
     direct_bytes: int
+    widens_16_bit: bool
 
 
 LIMITS = {
-    "nccl": Limits(bucket_bytes=256 << 20, direct_bytes=1 << 40),
-    "xla": Limits(bucket_bytes=64 << 20, direct_bytes=256 << 10),
+    "nccl": Limits(bucket_bytes=256 << 20, direct_bytes=1 << 40, widens_16_bit=False),
+    "xla": Limits(bucket_bytes=64 << 20, direct_bytes=256 << 10, widens_16_bit=True),
 }
 
 
@@ -97,6 +105,7 @@ class Bucket:
       send_rows: rows of the send side, one per rank; 1 for an all-reduce.
       recv_rows: rows that come back; more than 1 are summed on arrival.
       row_numel: reals in a row, padding included.
+      in_place: what is received is the shard itself, scaled where it lies.
       pre_scale: power of two multiplied before the sum (float16 wires only).
       slots: the leaves, in row order.
       whole: its leaves stay whole, so all ranks hold the same results.
@@ -109,6 +118,7 @@ class Bucket:
     send_rows: int
     recv_rows: int
     row_numel: int
+    in_place: bool
     pre_scale: float
     slots: tuple[Slot, ...]
     whole: bool
@@ -131,8 +141,10 @@ class Bucket:
 
     @property
     def recv_bytes(self) -> int:
-        """Bytes of the received rows."""
-        return 0 if self.collective == "none" else self.recv_rows * self.row_bytes
+        """Bytes of the received rows, unless they are results themselves."""
+        if self.collective == "none" or self.in_place:
+            return 0
+        return self.recv_rows * self.row_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,8 +187,11 @@ class Plan:
 
     @property
     def peak_temp_bytes(self) -> int:
-        """Largest send buffer with its received rows; one bucket is alive at a time."""
-        return max((b.send_bytes + b.recv_bytes for b in self.buckets), default=0)
+        """Most temporary bytes: one packed bucket at a time beside all direct rows."""
+        packed = [b for b in self.buckets if b.kind == "packed"]
+        return sum(b.recv_bytes for b in self.buckets if b.kind == "direct") + max(
+            (b.send_bytes + b.recv_bytes for b in packed), default=0
+        )
 
     @property
     def num_collectives(self) -> int:
@@ -219,6 +234,7 @@ def build_plan(
     *,
     limits: Limits,
     replicas: int = 1,
+    accumulates: bool = False,
     sums: bool = True,
 ) -> Plan:
     """Builds the plan for a list of leaves.
@@ -229,15 +245,14 @@ def build_plan(
       policy: op, dtypes, reduction and sizes.
       limits: sizes for what the policy leaves open.
       replicas: ranks along the replicate axis.
+      accumulates: whether the shards are added to accumulators.
       sums: False plans an all-gather, which neither scales nor has rows to sum.
     """
-    limits = Limits(
-        bucket_bytes=policy.bucket_bytes or limits.bucket_bytes,
-        direct_bytes=limits.direct_bytes
-        if policy.direct_bytes is None
-        else policy.direct_bytes,
-    )
-    planner = _Planner(policy, limits, group_size, replicas, sums)
+    if policy.bucket_bytes is not None:
+        limits = dataclasses.replace(limits, bucket_bytes=policy.bucket_bytes)
+    if policy.direct_bytes is not None:
+        limits = dataclasses.replace(limits, direct_bytes=policy.direct_bytes)
+    planner = _Planner(policy, limits, group_size, replicas, accumulates, sums)
     for index, leaf in enumerate(leaves):
         planner.add(index, leaf)
     return Plan(
@@ -281,13 +296,16 @@ class _Planner:
         limits: Limits,
         group_size: int,
         replicas: int,
+        accumulates: bool,
         sums: bool,
     ) -> None:
         self.policy = policy
         self.limits = limits
         self.group_size = group_size
         self.replicas = replicas
+        self.accumulates = accumulates
         self.sums = sums
+        self._direct_recv_bytes = 0
         self.reasons: list[str] = []
         self._closed: list[Bucket] = []
         self._open: dict[_Key, _Open] = {}
@@ -358,9 +376,20 @@ class _Planner:
             return f"cut on dimension {cut.dim}"
         if not cut.even:
             return f"{cut.length} not divisible by {cut.ranks}"
-        if self.sums and shard_bytes * recv_rows > self.limits.bucket_bytes:
-            return "its received rows exceed bucket_bytes"
+        if not self.sums:
+            return None
+        if self.limits.widens_16_bit and component_bytes(comm_dtype) == 2:
+            return "16-bit sums are widened"
+        if not self._in_place(leaf, comm_dtype, recv_rows):
+            # Rows of direct leaves may all be alive at once.
+            total = self._direct_recv_bytes + shard_bytes * recv_rows
+            if total > self.limits.bucket_bytes:
+                return "rows received by direct leaves fill bucket_bytes"
         return None
+
+    def _in_place(self, leaf: LeafSpec, comm_dtype: str, recv_rows: int) -> bool:
+        same = component_dtype(leaf.shard_dtype) == comm_dtype
+        return same and recv_rows == 1 and not self.accumulates
 
     def _add_single(
         self,
@@ -372,20 +401,22 @@ class _Planner:
     ) -> None:
         count = leaf.shard_components
         recv_rows = self._recv_rows(collective)
-        self._closed.append(
-            Bucket(
-                kind=kind,
-                collective=collective,
-                comm_dtype=comm_dtype,
-                send_rows=self._send_rows(collective),
-                recv_rows=recv_rows,
-                row_numel=count,
-                pre_scale=1.0,
-                slots=(Slot(leaf=index, begin=0, count=count, row_offset=0),),
-                whole=leaf.whole,
-                varying=leaf.varying,
-            )
+        in_place = kind == "direct" and self._in_place(leaf, comm_dtype, recv_rows)
+        bucket = Bucket(
+            kind=kind,
+            collective=collective,
+            comm_dtype=comm_dtype,
+            send_rows=self._send_rows(collective),
+            recv_rows=recv_rows,
+            row_numel=count,
+            in_place=in_place,
+            pre_scale=1.0,
+            slots=(Slot(leaf=index, begin=0, count=count, row_offset=0),),
+            whole=leaf.whole,
+            varying=leaf.varying,
         )
+        self._closed.append(bucket)
+        self._direct_recv_bytes += bucket.recv_bytes
 
     def _add_packed(self, index: int, leaf: LeafSpec, key: _Key) -> None:
         collective, comm_dtype, *_ = key
@@ -432,6 +463,7 @@ class _Planner:
                 send_rows=self._send_rows(collective),
                 recv_rows=recv_rows,
                 row_numel=bucket.used_bytes // component_bytes(comm_dtype),
+                in_place=False,
                 pre_scale=self._pre_scale(comm_dtype, recv_rows),
                 slots=tuple(bucket.slots),
                 whole=whole,

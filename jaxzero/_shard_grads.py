@@ -114,7 +114,12 @@ def shard_grads(
     ]
     choice = choose(policy)
     plan = build_plan(
-        specs, axis.group_size, policy, limits=choice.limits, replicas=axis.replicas
+        specs,
+        axis.group_size,
+        policy,
+        limits=choice.limits,
+        replicas=axis.replicas,
+        accumulates=into is not None,
     )
     shards, measured = reduce_leaves(
         plan,

@@ -145,9 +145,8 @@ def _unpack(
     aliases = {1 + j: i for i, j in enumerate(base_of) if j >= 0}
     names = axis.shard_axes(bucket.whole, bucket.varying)
     results = [axis.result(s.cut.shard_shape, s.shard_dtype, names) for s in specs]
-    if not present and bucket.kind == "direct" and num_rows == 1:
-        if rows.dtype == specs[0].shard_dtype and rows.shape == results[0].shape:
-            aliases = {0: 0}
+    if bucket.in_place:
+        aliases = {0: 0}
     *written, stats = _ffi.call(
         _ffi.UNPACK,
         [*results, axis.result((2,), "float32", names)],
