@@ -22,7 +22,8 @@ def interleaved_medians(
     """Returns the median seconds of each call.
 
     The calls take turns, so that a slow moment of the machine hits all of them and
-    their ratios hold.
+    their ratios hold. Each timed run follows an untimed one of the same call, so that
+    none pays for the memory that the call before it gave back.
     """
     for call in calls.values():
         for _ in range(warmups):
@@ -30,6 +31,7 @@ def interleaved_medians(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
+            jax.block_until_ready(call())
             start = time.perf_counter()
             jax.block_until_ready(call())
             times[name].append(time.perf_counter() - start)
