@@ -93,32 +93,15 @@ struct CopyBody {
   }
 };
 
-// One element of unpack: column `column` of the rows. The caller adds `Load` of
-// all rows in row order, and gives the sum to `Store`.
-template <typename Row, typename Out>
-struct UnpackBody {
-  using Compute = ComputeType<Row, Out>;
-  const Row* rows;
-  int64_t row_numel;
-  const Out* base;  // null if nothing is added
-  Out* out;         // may be the same memory as `base`, or as a single row
-  int64_t shift;    // from a column to an index of `out` and `base`
-  Divide<Compute> divide;
-
-  JAXZERO_HOST_DEVICE Compute Load(int64_t row, int64_t column) const {
-    return Convert<Compute>(rows[row * row_numel + column]);
-  }
-
-  // Returns the value as it was stored, that is, rounded.
-  JAXZERO_HOST_DEVICE Compute Store(Compute sum, int64_t column) const {
-    const int64_t index = column + shift;
-    Compute value = divide(sum);
-    if (base != nullptr) value += Convert<Compute>(base[index]);
-    const Out stored = Convert<Out>(value);
-    out[index] = stored;
-    return Convert<Compute>(stored);
-  }
-};
+// One element of unpack, from the sum of all rows in row order. The result is
+// as it is stored, that is, rounded.
+template <typename Out, typename Compute>
+JAXZERO_HOST_DEVICE Out Finish(Compute sum, const Divide<Compute>& divide,
+                               bool adds, Out base) {
+  Compute value = divide(sum);
+  if (adds) value += Convert<Compute>(base);
+  return Convert<Out>(value);
+}
 
 }  // namespace jaxzero
 

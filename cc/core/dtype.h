@@ -18,13 +18,10 @@ namespace jaxzero {
 // The types of components. A complex element is two of them.
 enum class DType { kF32, kBF16, kF16, kF64 };
 
-struct BFloat16 {
-  uint16_t bits;
-};
-
-struct Float16 {
-  uint16_t bits;
-};
+// Enums rather than structs: loops that store a scalar and use it again are
+// vectorised, those that do so with a struct are not (g++ 12).
+enum class BFloat16 : uint16_t {};
+enum class Float16 : uint16_t {};
 
 inline constexpr int64_t SizeOf(DType dtype) {
   switch (dtype) {
@@ -87,12 +84,12 @@ JAXZERO_HOST_DEVICE inline To BitCast(From from) {
 JAXZERO_HOST_DEVICE inline float ToFloat(float value) { return value; }
 
 JAXZERO_HOST_DEVICE inline float ToFloat(BFloat16 value) {
-  return BitCast<float>(static_cast<uint32_t>(value.bits) << 16);
+  return BitCast<float>(static_cast<uint32_t>(value) << 16);
 }
 
 JAXZERO_HOST_DEVICE inline float ToFloat(Float16 value) {
-  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const uint32_t magnitude = value.bits & 0x7fffu;
+  const uint32_t sign = (static_cast<uint32_t>(value) & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(value) & 0x7fffu;
   // Float32 has 112 exponents below those of float16, and as many above, which
   // infinities and NaNs skip.
   uint32_t bits = (magnitude << 13) + (112u << 23);
@@ -122,7 +119,7 @@ JAXZERO_HOST_DEVICE inline BFloat16 ToBFloat16(float value) {
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const uint32_t quiet_nan = (bits >> 16) | 0x0040u;
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return {static_cast<uint16_t>(is_nan ? quiet_nan : rounded)};
+  return static_cast<BFloat16>(is_nan ? quiet_nan : rounded);
 }
 
 JAXZERO_HOST_DEVICE inline Float16 ToFloat16(float value) {
@@ -138,7 +135,7 @@ JAXZERO_HOST_DEVICE inline Float16 ToFloat16(float value) {
   half = magnitude < (113u << 23) ? subnormal : half;
   half = magnitude >= (143u << 23) ? 0x7c00u : half;
   half = magnitude > (255u << 23) ? 0x7e00u | (magnitude >> 13 & 0x3ffu) : half;
-  return {static_cast<uint16_t>(half | sign)};
+  return static_cast<Float16>(half | sign);
 }
 
 }  // namespace internal

@@ -73,27 +73,71 @@ class StatsSum {
   double zeros_ = 0;  // x - x of values: NaN if one is not finite
 };
 
-// Unpacks the indices [begin, end); adds what it stored to `stats` unless null.
+// Components that lie together in a row and in the shard.
 template <typename Row, typename Out>
-void UnpackRun(UnpackBody<Row, Out> body, int64_t num_rows, int64_t begin,
-               int64_t end, StatsSum* stats) {
-  using Compute = typename UnpackBody<Row, Out>::Compute;
-  constexpr int64_t kBlock = 512;  // stays in the first-level cache
-  Compute sums[kBlock];
-  for (; begin < end; begin += kBlock) {
-    const int64_t numel = std::min(kBlock, end - begin);
-    for (int64_t i = 0; i < numel; ++i) sums[i] = body.Load(0, begin + i);
-    for (int64_t row = 1; row < num_rows; ++row) {
-      for (int64_t i = 0; i < numel; ++i) sums[i] += body.Load(row, begin + i);
-    }
-    // The result may be the same memory as the base, at the same index.
-#pragma GCC ivdep
-    for (int64_t i = 0; i < numel; ++i) {
-      sums[i] = body.Store(sums[i], begin + i);
-    }
-    if (stats != nullptr) stats->Add(sums, numel);
+struct UnpackRun {
+  using Compute = ComputeType<Row, Out>;
+
+  const Row* rows;  // in the first row
+  int64_t num_rows;
+  int64_t row_numel;  // from a row to the next
+  const Out* base;    // null if nothing is added
+  Out* out;           // may be the same memory as `base`, or as a single row
+  int64_t numel;
+  Divide<Compute> divide;
+
+  // Adds what it stored to `stats` unless null.
+  void operator()(StatsSum* stats) const {
+    WithConstant(base != nullptr, [&](auto adds) {
+      WithConstant(divide.multiplies, [&](auto multiplies) {
+        Compute sums[kBlock];
+        for (int64_t begin = 0; begin < numel; begin += kBlock) {
+          const int64_t size = std::min(kBlock, numel - begin);
+          Sum(begin, size, sums);
+          Store<adds, multiplies>(begin, size, sums);
+          if (stats != nullptr) stats->Add(sums, size);
+        }
+      });
+    });
   }
-}
+
+ private:
+  static constexpr int64_t kBlock = 512;  // stays in the first-level cache
+
+  void Sum(int64_t begin, int64_t size, Compute* sums) const {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const Row* values = rows + (row * row_numel + begin);
+      if (row == 0) {
+        for (int64_t i = 0; i < size; ++i)
+          sums[i] = Convert<Compute>(values[i]);
+      } else {
+        for (int64_t i = 0; i < size; ++i)
+          sums[i] += Convert<Compute>(values[i]);
+      }
+    }
+  }
+
+  // Replaces the sums by what it stored for them.
+  template <bool kAdds, bool kMultiplies>
+  void Store(int64_t begin, int64_t size, Compute* __restrict sums) const {
+    const Divide<Compute> by{divide.number, kMultiplies};
+    const Out* bases = kAdds ? base + begin : nullptr;
+    Out* outs = out + begin;
+    // `base` and `out` are disjoint or the same, so that iterations never meet.
+#pragma GCC ivdep
+    for (int64_t i = 0; i < size; ++i) {
+      const Out stored = Finish(sums[i], by, kAdds, kAdds ? bases[i] : Out{});
+      outs[i] = stored;
+      sums[i] = Convert<Compute>(stored);
+    }
+  }
+
+  // Lifts a condition out of the loops in `f`, which are then vectorised.
+  template <typename F>
+  static void WithConstant(bool condition, F f) {
+    condition ? f(std::true_type{}) : f(std::false_type{});
+  }
+};
 
 }  // namespace jaxzero
 

@@ -72,14 +72,17 @@ inline void UnpackPart(const UnpackCall& call, const BoundSlot& bound,
   DispatchPair(call.dtype, bound.dtype, [&](auto from, auto to) {
     using Row = decltype(from);
     using Out = decltype(to);
-    using Body = UnpackBody<Row, Out>;
-    const Body body{static_cast<const Row*>(call.rows),
-                    call.row_numel,
-                    static_cast<const Out*>(bound.base),
-                    static_cast<Out*>(bound.result),
-                    bound.slot.begin - bound.slot.row_offset,
-                    Divide<typename Body::Compute>::By(call.divisor)};
-    UnpackRun(body, call.num_rows, begin, end, stats);
+    using Run = UnpackRun<Row, Out>;
+    const int64_t first = begin - bound.slot.row_offset + bound.slot.begin;
+    const auto* base = static_cast<const Out*>(bound.base);
+    const Run run{static_cast<const Row*>(call.rows) + begin,
+                  call.num_rows,
+                  call.row_numel,
+                  base == nullptr ? nullptr : base + first,
+                  static_cast<Out*>(bound.result) + first,
+                  end - begin,
+                  Divide<typename Run::Compute>::By(call.divisor)};
+    run(stats);
   });
 }
 

@@ -98,9 +98,9 @@ inline ffi::ErrorOr<std::vector<Slot>> DecodeSlots(
                    kNumSlotColumns);
   }
   std::vector<Slot> slots(table.size() / kNumSlotColumns);
-  std::memcpy(slots.data(), table.begin(), table.size() * sizeof(int64_t));
   int64_t row_end = 0;
   for (size_t i = 0; i < slots.size(); ++i) {
+    std::memcpy(&slots[i], table.begin() + i * kNumSlotColumns, sizeof(Slot));
     JAXZERO_RETURN_IF_ERROR(
         CheckSlot(slots[i], i, group_size, row_numel, row_end));
     row_end = slots[i].row_offset + slots[i].count;
