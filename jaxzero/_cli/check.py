@@ -10,12 +10,12 @@ CHECKED_STEPS = 50
 """Rounding differences grow exponentially in training; the promise covers these."""
 
 TOLERANCES = {
-    # Only the order of float32 sums differs.
+    # Only the order of float32 sums differs: 1e-6 was seen.
     "float32": 1e-4,
-    # Rounding gradients to 8 (11) significant bits moves the parameters a little in
-    # every step; measured over five seeds, see tests/cli/test_check.py.
-    "bfloat16": 2e-2,
-    "float16": 5e-3,
+    # Rounded gradients move the parameters a little otherwise in every step. With the
+    # default options 1e-3 was seen for bfloat16 (three seeds), 2e-4 for float16.
+    "bfloat16": 1e-2,
+    "float16": 2e-3,
 }
 
 
