@@ -1,16 +1,23 @@
-"""Runs a Python program, and ends the process at once if the program fails.
+"""Runs a Python program, and ends the process without a barrier if it fails.
 
 A program of its own, on the standard library only: `_program.py script.py ...`,
 `_program.py -m module ...` or `_program.py -c code ...`, as for the interpreter. The
 interpreter's own way out would first wait for the other ranks, which may wait for
 this one: `jax.distributed` has a barrier there.
+
+A rank that ends closes its connections, and so makes the ranks that wait for it fail
+too. The launcher must see the cause before the effects, also where the cause was
+killed and takes its time to be gone. So whatever fails here lingers, connections open.
 """
 
 import os
 import runpy
 import sys
+import time
 import traceback
 from types import TracebackType
+
+_LINGER_S = 1.0
 
 
 def main(arguments: list[str]) -> None:
@@ -30,7 +37,8 @@ def main(arguments: list[str]) -> None:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status & 0xFF)
+    time.sleep(_LINGER_S)
+    os._exit(status & 0xFF or 1)
 
 
 def _run(arguments: list[str]) -> None:

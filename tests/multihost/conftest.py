@@ -29,8 +29,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends a rank whose tests failed without waiting for the others."""
-    if started_by():
+    """Ends a Slurm task whose tests failed without waiting for the others.
+
+    The launcher sees to that itself.
+    """
+    if started_by() == "slurm":
         exit_on_failure(config.stash.get(_STATUS, 0))
 
 

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 LAUNCHER = [sys.executable, "-m", "jaxzero.testing.launch"]
 _MARK = "JAXZERO_TEST_RUN"
@@ -37,6 +38,14 @@ class Launcher:
             text=True,
         )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the launcher if a failed assertion has left it running."""
+        self.process.kill()
+        self.process.communicate()
+
     def finish(self) -> Finished:
         """Waits for the launcher, whose own limit is at most 90 seconds."""
         output, _ = self.process.communicate(timeout=120)
@@ -64,9 +73,9 @@ class Launcher:
 
 def launch(*arguments: str) -> Finished:
     """Runs the launcher, and asserts that it leaves no process behind."""
-    launcher = Launcher(*arguments)
-    finished = launcher.finish()
-    launcher.assert_nothing_left()
+    with Launcher(*arguments) as launcher:
+        finished = launcher.finish()
+        launcher.assert_nothing_left()
     return finished
 
 

@@ -37,8 +37,12 @@ time.sleep(600)
 """
 
 
-def collective_program(ending: str) -> str:
-    return COLLECTIVE.format(ending=ending)
+def program(code: str) -> list[str]:
+    return ["python", "-c", code]
+
+
+def in_collective(ending: str) -> list[str]:
+    return program(COLLECTIVE.format(ending=ending))
 
 
 def test_each_rank_knows_its_number_and_how_many_there_are(tmp_path: Path) -> None:
@@ -51,7 +55,7 @@ def test_each_rank_knows_its_number_and_how_many_there_are(tmp_path: Path) -> No
     code = textwrap.dedent(code)
     done = launch(
         *("-n", "2", "--devices-per-process", "3", "--log-dir", str(tmp_path)),
-        *("--", "python", "-c", code),
+        *("--", *program(code)),
     )
     assert done.code == 0, done.output
     assert "all 2 ranks done" in done.output
@@ -72,8 +76,8 @@ def test_each_rank_knows_its_number_and_how_many_there_are(tmp_path: Path) -> No
 def test_a_rank_that_fails_ends_the_others_and_is_shown(
     ending: str, code: int, sentence: str
 ) -> None:
-    program = collective_program(f"print('rank', 1, 'says so'); {ending}")
-    done = launch("-n", "4", "--timeout", "60", "--", "python", "-c", program)
+    command = in_collective(f"print('rank', 1, 'says so'); {ending}")
+    done = launch("-n", "4", "--timeout", "60", "--", *command)
     assert done.code == code, done.output
     assert sentence in done.output
     assert "--- rank 1 ---" in done.output
@@ -84,8 +88,8 @@ def test_a_rank_that_fails_ends_the_others_and_is_shown(
 
 
 def test_a_rank_that_hangs_ends_all_when_the_time_is_up_and_shows_where() -> None:
-    program = collective_program("time.sleep(600)")
-    done = launch("-n", "2", "--timeout", "8", "--", "python", "-c", program)
+    command = in_collective("time.sleep(600)")
+    done = launch("-n", "2", "--timeout", "8", "--", *command)
     assert done.code == 124, done.output
     assert re.search(
         r"time is up after 8.\d s; still running of 2 ranks: 0, 1", done.output
@@ -96,18 +100,16 @@ def test_a_rank_that_hangs_ends_all_when_the_time_is_up_and_shows_where() -> Non
 
 
 def test_output_without_a_newline_and_beyond_the_tail_is_handled() -> None:
-    program = (
-        "import sys; [print(i) for i in range(200)]; print(end='last'); sys.exit(4)"
-    )
-    done = launch("-n", "1", "--", "python", "-c", program)
+    code = "import sys; [print(i) for i in range(200)]; print(end='last'); sys.exit(4)"
+    done = launch("-n", "1", "--", *program(code))
     assert done.code == 4
     assert "--- rank 0, last 80 of 201 lines ---\n121\n" in done.output
     assert "199\nlast\nlaunch: rank 0 of 1 ended with exit code 4" in done.output
 
 
 def test_the_children_of_a_rank_end_with_it() -> None:
-    program = "import subprocess; subprocess.Popen(['sleep', '600'])"
-    assert launch("-n", "2", "--", "python", "-c", program).code == 0
+    code = "import subprocess; subprocess.Popen(['sleep', '600'])"
+    assert launch("-n", "2", "--", *program(code)).code == 0
 
 
 @pytest.mark.parametrize(
@@ -123,31 +125,31 @@ def test_the_children_of_a_rank_end_with_it() -> None:
 def test_a_launcher_that_is_stopped_leaves_no_process(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
-    launcher = Launcher("-n", "3", "--", "python", "-c", WITH_CHILD, str(tmp_path))
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 30, "three children")
-    assert len(launcher.alive()) >= 7
-    launcher.process.send_signal(number)
-    done = launcher.finish()
-    assert done.code == code
-    if number != signal.SIGKILL:
-        assert f"stopped by {number.name}" in done.output
-    launcher.assert_nothing_left()
+    with Launcher("-n", "3", "--", *program(WITH_CHILD), str(tmp_path)) as launcher:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 30, "three children")
+        assert len(launcher.alive()) >= 7
+        launcher.process.send_signal(number)
+        done = launcher.finish()
+        assert done.code == code
+        if number != signal.SIGKILL:
+            assert f"stopped by {number.name}" in done.output
+        launcher.assert_nothing_left()
 
 
 def test_a_launcher_killed_while_it_starts_ranks_leaves_no_process(
     tmp_path: Path,
 ) -> None:
-    launcher = Launcher("-n", "64", "--", "python", "-c", WITH_CHILD, str(tmp_path))
-    wait_until(lambda: "rank" in " ".join(launcher.alive()), 30, "the first rank")
-    launcher.process.kill()
-    launcher.finish()
-    launcher.assert_nothing_left()
+    with Launcher("-n", "64", "--", *program(WITH_CHILD), str(tmp_path)) as launcher:
+        wait_until(lambda: "rank" in " ".join(launcher.alive()), 30, "the first rank")
+        launcher.process.kill()
+        launcher.finish()
+        launcher.assert_nothing_left()
 
 
 def test_ranks_hash_strings_differently(tmp_path: Path) -> None:
-    program = "print('hash:', hash('a leaf'))"
+    code = "print('hash:', hash('a leaf'))"
     log = ("--log-dir", str(tmp_path))
-    assert launch("-n", "2", *log, "--", "python", "-c", program).code == 0
+    assert launch("-n", "2", *log, "--", *program(code)).code == 0
     assert len({path.read_text() for path in tmp_path.iterdir()}) == 2
 
 
