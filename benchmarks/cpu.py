@@ -219,7 +219,6 @@ def main() -> None:
         lambda: reductions(
             "1000 leaves f32[100]", trees.small(), 20, {"per leaf": per_leaf}
         ),
-        lambda: bandwidth("1000 leaves f32[100]", trees.small(), 100),
         lambda: bandwidth("GPT-2 124M", gpt2, repeats),
         lambda: reductions(
             "GPT-2 124M",
