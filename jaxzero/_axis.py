@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -49,6 +50,19 @@ class Axis:
     def rank(self) -> jax.Array:
         """Returns this device's position along the shard axes: int32 scalar."""
         return lax.axis_index(self.names)
+
+    def replica_groups(self, names: tuple[str, ...]) -> np.ndarray:
+        """Returns all groups of devices along axes: int64 (groups, ranks).
+
+        Devices are positions in the mesh, of which every device is in one group;
+        their order in a group is that of their ranks.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        where = [mesh.axis_names.index(name) for name in names]
+        ids = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
+        last = range(ids.ndim - len(names), ids.ndim)
+        ranks = math.prod(mesh.axis_sizes[i] for i in where)
+        return np.moveaxis(ids, where, last).reshape(-1, ranks)
 
     def result(
         self, shape: Sequence[int], dtype: str, varying: Iterable[str]

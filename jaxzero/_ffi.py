@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,10 @@ from jaxzero._plan import Bucket, LeafSpec
 PACK = "jaxzero_pack"
 UNPACK = "jaxzero_unpack"
 UNPACK_LEAVES = "jaxzero_unpack_leaves"
-TARGETS = (PACK, UNPACK, UNPACK_LEAVES)
+REDUCE_SCATTER = "jaxzero_reduce_scatter"
+ALL_GATHER = "jaxzero_all_gather"
+TEMP = "jaxzero_temp"
+TARGETS = (PACK, UNPACK, UNPACK_LEAVES, REDUCE_SCATTER, ALL_GATHER, TEMP)
 """Custom calls that a program of ours contains; `jax.export` must be told of them."""
 
 
@@ -31,9 +35,34 @@ def _module(name: str) -> Any:
     return module
 
 
+@functools.cache
+def cuda_obstacle() -> str | None:
+    """Returns why there is no transport of our own on CUDA; None if there is one."""
+    if importlib.util.find_spec("jaxzero._cuda") is None:
+        return "this build of jaxzero has no CUDA module (see BUILD.md)"
+    plugins = ("xla_cuda13", "xla_cuda12")
+    if not any(_is_installed(f"jax_plugins.{plugin}") for plugin in plugins):
+        return "JAX's CUDA plugin is not installed (pip install 'jax[cuda13]')"
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
+
+
+def cuda_module() -> Any:
+    """Returns the CUDA module, its handlers registered."""
+    return _module("_cuda")
+
+
 def load() -> None:
-    """Registers the handlers of every native module that was built."""
+    """Registers the handlers of every native module that can run here."""
     _module("_cpu")
+    if cuda_obstacle() is None:
+        _module("_cuda")
 
 
 def slot_table(rows: Sequence[dict[str, int]]) -> np.ndarray:

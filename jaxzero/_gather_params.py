@@ -11,10 +11,10 @@ from jax import lax
 from jaxzero._axis import Axis, AxisName, bind_axis, check_not_auto_sharded, varying
 from jaxzero._cut import Cut, CutTree, cut_leaf
 from jaxzero._dtypes import is_supported, like_kind
-from jaxzero._plan import LeafSpec, Plan, build_plan
+from jaxzero._plan import LIMITS, LeafSpec, build_plan
 from jaxzero._policy import Policy
-from jaxzero._reduce import reduce_leaves
-from jaxzero._transports import choose, xla
+from jaxzero._reduce import plan_reduction, reduce_leaves
+from jaxzero._transports import TRANSPORTS, choose
 from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
 
 Arrays = Sequence[jax.Array]
@@ -129,18 +129,17 @@ def _differentiable(
 ) -> Any:
     """Returns the gather, with the reduction of `shard_grads` as its transpose."""
     choice = choose(policy)
-    gather = build_plan(
-        specs,
-        axis.group_size,
-        dataclasses.replace(policy, comm_dtype=None, reduction="native"),
-        limits=choice.limits,
-        sums=False,
-    )
+    forward_policy = dataclasses.replace(policy, comm_dtype=None, reduction="native")
+    plans = {
+        name: build_plan(
+            specs, axis.group_size, forward_policy, limits=LIMITS[name], sums=False
+        )
+        for name in choice.names
+    }
     types = [jax.typeof(shard) for shard in shards]
 
-    @jax.custom_vjp
-    def run(shards: Arrays) -> list[jax.Array]:
-        leaves = xla.all_gather(gather, axis, shards)
+    def carry_out(name: str, shards: Arrays) -> list[jax.Array]:
+        leaves = TRANSPORTS[name].all_gather(plans[name], axis, shards)
         # Every rank computes with the parameters on its own data, so they are typed
         # as varying even where they are whole; the transpose sums.
         return [
@@ -148,12 +147,22 @@ def _differentiable(
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
 
+    @jax.custom_vjp
+    def run(shards: Arrays) -> list[jax.Array]:
+        leaves: list[jax.Array] = choice.dispatch(carry_out, shards)
+        return leaves
+
     def forward(shards: Arrays) -> tuple[list[jax.Array], None]:
         return run(shards), None
 
     def backward(_: None, cotangents: Arrays) -> tuple[list[jax.Array]]:
-        reduce = _backward_plan(axis, specs, policy, choice.limits)
-        sums, _ = reduce_leaves(reduce, axis, cotangents, None, False)
+        reduction = plan_reduction(
+            [dataclasses.replace(spec, reduced=False) for spec in specs],
+            axis,
+            dataclasses.replace(policy, op="sum", divide_by=None),
+            accumulates=False,
+        )
+        sums, _stats = reduce_leaves(reduction, cotangents, None, False)
         return (
             [
                 axis.lift(s, t.mat.varying) if axis.typed else s
@@ -163,18 +172,6 @@ def _differentiable(
 
     run.defvjp(forward, backward)
     return run
-
-
-def _backward_plan(
-    axis: Axis, specs: Sequence[LeafSpec], policy: Policy, limits: Any
-) -> Plan:
-    return build_plan(
-        [dataclasses.replace(spec, reduced=False) for spec in specs],
-        axis.group_size,
-        dataclasses.replace(policy, op="sum", divide_by=None),
-        limits=limits,
-        replicas=axis.replicas,
-    )
 
 
 def _gather_plain(axis: Axis, shard: jax.Array, true: Leaf, cut: Cut) -> jax.Array:

@@ -1,6 +1,7 @@
 """One reduction, from prepared leaves to shards, with its derivative."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,27 +10,69 @@ from jax import lax
 
 from jaxzero._axis import Axis, mask_to_first
 from jaxzero._cut import Cut
-from jaxzero._plan import LeafSpec, Plan
-from jaxzero._transports import xla
+from jaxzero._plan import LIMITS, LeafSpec, Plan, build_plan
+from jaxzero._policy import Policy
+from jaxzero._stats import of_rank
+from jaxzero._transports import TRANSPORTS, Choice, choose
 
 Arrays = Sequence[jax.Array]
+Reduced = tuple[list[jax.Array], jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """What is planned for one call.
+
+    Attributes:
+      axis: its axis.
+      choice: the transports that may carry it out.
+      plans: the plan for each; they differ only in how leaves travel.
+    """
+
+    axis: Axis
+    choice: Choice
+    plans: Mapping[str, Plan]
+
+    @property
+    def any_plan(self) -> Plan:
+        """A plan, for what all of them agree in."""
+        return self.plans[self.choice.names[0]]
+
+
+def plan_reduction(
+    specs: Sequence[LeafSpec], axis: Axis, policy: Policy, *, accumulates: bool
+) -> Reduction:
+    """Plans a reduction for every transport that may carry it out."""
+    choice = choose(policy)
+    plans = {
+        name: build_plan(
+            specs,
+            axis.group_size,
+            policy,
+            limits=LIMITS[name],
+            replicas=axis.replicas,
+            accumulates=accumulates,
+        )
+        for name in choice.names
+    }
+    return Reduction(axis=axis, choice=choice, plans=plans)
 
 
 def reduce_leaves(
-    plan: Plan, axis: Axis, leaves: Arrays, into: Arrays | None, with_stats: bool
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Reduces leaves to shards by a plan.
+    reduction: Reduction, leaves: Arrays, into: Arrays | None, with_stats: bool
+) -> Reduced:
+    """Reduces leaves to shards.
 
     Args:
-      plan: the plan.
-      axis: its axis.
+      reduction: what is planned.
       leaves: the leaves in plan order, as the user gave them.
       into: accumulators in plan order, or None.
       with_stats: whether to measure norm and finiteness.
 
     Returns:
-      Shards in plan order, and float32[2] per bucket (norm, finite).
+      Shards in plan order, and what `of_rank` measures of them, if asked for.
     """
+    plan, axis = reduction.any_plan, reduction.axis
     prepared = [
         _prepare(plan, axis, spec, leaf)
         for spec, leaf in zip(plan.leaves, leaves, strict=True)
@@ -37,7 +80,7 @@ def reduce_leaves(
     if into is not None:
         into = _lift_shards(plan, axis, into)
     types = [jax.typeof(leaf) for leaf in prepared]
-    return _differentiable(plan, axis, types, with_stats)(prepared, into)
+    return _differentiable(reduction, types, with_stats)(prepared, into)
 
 
 def _lift_shards(plan: Plan, axis: Axis, shards: Arrays) -> list[jax.Array]:
@@ -91,21 +134,28 @@ def padded_leaf(cut: Cut, leaf: jax.Array) -> jax.Array:
 
 
 def _differentiable(
-    plan: Plan, axis: Axis, types: Sequence[Any], with_stats: bool
-) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+    reduction: Reduction, types: Sequence[Any], with_stats: bool
+) -> Callable[..., Reduced]:
     """Returns the reduction with its transpose.
 
     The reduction is linear. Its transpose is taken from the same sum written with
     `lax` leaf by leaf, so that it follows JAX's own conventions for replicated
     values, with and without varying types. Statistics have no derivative.
     """
+    axis = reduction.axis
+
+    def carry_out(name: str, leaves: Arrays, into: Arrays | None) -> Reduced:
+        plan = reduction.plans[name]
+        shards, measured = TRANSPORTS[name].reduce_scatter(
+            plan, axis, leaves, into, with_stats
+        )
+        stats = of_rank(plan, axis, measured) if with_stats else None
+        return _lift_shards(plan, axis, shards), stats
 
     @jax.custom_vjp
-    def run(
-        leaves: Arrays, into: Arrays | None
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        shards, stats = xla.reduce_scatter(plan, axis, leaves, into, with_stats)
-        return _lift_shards(plan, axis, shards), stats
+    def run(leaves: Arrays, into: Arrays | None) -> Reduced:
+        reduced: Reduced = reduction.choice.dispatch(carry_out, leaves, into)
+        return reduced
 
     def forward(leaves: Arrays, into: Arrays | None) -> tuple[Any, bool]:
         return run(leaves, into), into is not None
@@ -114,6 +164,7 @@ def _differentiable(
         shards, _ = cotangents
         # Zeros stand for the leaves, so that no gradient outlives its reduction.
         zeros = [axis.lift(jnp.zeros(t.shape, t.dtype), t.mat.varying) for t in types]
+        plan = reduction.any_plan
         _, transpose = jax.vjp(lambda leaves: _plain_sum(plan, axis, leaves), zeros)
         return transpose(shards)[0], (shards if had_into else None)
 

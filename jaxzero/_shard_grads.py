@@ -7,11 +7,10 @@ import jax
 from jaxzero._axis import Axis, AxisName, bind_axis, check_not_auto_sharded, varying
 from jaxzero._cut import CutTree
 from jaxzero._dtypes import component_dtype, components, is_supported
-from jaxzero._plan import LeafSpec, build_plan
+from jaxzero._plan import LeafSpec
 from jaxzero._policy import Policy
-from jaxzero._reduce import reduce_leaves
-from jaxzero._stats import Stats, combine
-from jaxzero._transports import choose
+from jaxzero._reduce import plan_reduction, reduce_leaves
+from jaxzero._stats import Stats, of_all_ranks
 from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, leaf_spec, match
 
 
@@ -112,24 +111,14 @@ def shard_grads(
         _spec(axis, leaf, option, policy, None if sums is None else sums.leaves[i])
         for i, (leaf, option) in enumerate(zip(flat.leaves, options, strict=True))
     ]
-    choice = choose(policy)
-    plan = build_plan(
-        specs,
-        axis.group_size,
-        policy,
-        limits=choice.limits,
-        replicas=axis.replicas,
-        accumulates=into is not None,
-    )
     shards, measured = reduce_leaves(
-        plan,
-        axis,
+        plan_reduction(specs, axis, policy, accumulates=into is not None),
         [leaf.value for leaf in flat.leaves],
         None if sums is None else [leaf.value for leaf in sums.leaves],
         with_stats,
     )
     tree = flat.rebuild(shards)
-    return (tree, combine(plan, axis, measured)) if with_stats else tree
+    return tree if measured is None else (tree, of_all_ranks(axis, measured))
 
 
 def _spec(

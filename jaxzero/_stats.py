@@ -23,22 +23,31 @@ class Stats(NamedTuple):
     all_finite: jax.Array
 
 
-def combine(plan: Plan, axis: Axis, measured: Sequence[jax.Array]) -> Stats:
-    """Combines the measurements of all buckets and ranks.
+def of_rank(plan: Plan, axis: Axis, measured: Sequence[jax.Array]) -> jax.Array:
+    """Combines the measurements of all buckets on one rank.
 
     Args:
       plan: the plan that was carried out.
       axis: its axis.
-      measured: per bucket float32[2], norm and 1 if finite, as seen by this rank.
+      measured: per bucket float32[2], norm and 1 if finite.
 
     Returns:
-      The same values, typed as equal, on every rank of the axis.
+      float32[3]: norm of the leaves that are cut, norm of those that are whole, and 1
+      if all are finite.
     """
     whole = [bucket.whole for bucket in plan.buckets]
     cut = [m[0] for m, is_whole in zip(measured, whole, strict=True) if not is_whole]
     kept = [m[0] for m, is_whole in zip(measured, whole, strict=True) if is_whole]
     finite = [m[1] for m in measured]
-    mine = _stack(axis, [_norm(axis, cut), _norm(axis, kept), _least(axis, finite)])
+    return _stack(axis, [_norm(axis, cut), _norm(axis, kept), _least(axis, finite)])
+
+
+def of_all_ranks(axis: Axis, mine: jax.Array) -> Stats:
+    """Combines the results of `of_rank` of all ranks.
+
+    Returns:
+      The same values, typed as equal, on every rank of the axis.
+    """
     # One small sum carries every rank's numbers to all ranks, so that the norm can
     # be formed without squaring numbers near the float32 limits.
     row = jnp.arange(axis.group_size)[:, None] == axis.rank()

@@ -1,0 +1,120 @@
+#include "cuda/fused_call.h"
+
+#include <utility>
+
+#include "ffi/error.h"
+
+namespace jaxzero {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+// Reads attributes and remembers the first failure.
+class Reader {
+ public:
+  explicit Reader(const ffi::Dictionary& attributes)
+      : attributes_(attributes) {}
+
+  template <typename T>
+  T Get(const char* name) {
+    ffi::ErrorOr<T> value = attributes_.get<T>(name);
+    if (value.has_value()) return *value;
+    if (error_.success()) {
+      error_ = Invalid("attribute ", name, ": ", value.error().message());
+    }
+    return T{};
+  }
+
+  const ffi::Error& error() const { return error_; }
+
+ private:
+  const ffi::Dictionary& attributes_;
+  ffi::Error error_;
+};
+
+using Numbers = ffi::Span<const int64_t>;
+
+ReplicaGroups GroupsOf(Numbers ids, int64_t group_size) {
+  return {ids, ids.size() == 0 ? 0 : group_size};
+}
+
+ffi::Error CheckUse(const char* name, const ReplicaGroups& groups, bool used) {
+  JAXZERO_RETURN_IF_ERROR(CheckGroups(name, groups));
+  if ((groups.group_size > 0) != used) {
+    return Invalid(name, ": found ", groups.ids.size(), " devices, expected ",
+                   used ? "those of the mesh" : "none");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::ErrorOr<FusedCall> DecodeFusedCall(const ffi::Dictionary& attributes) {
+  Reader reader(attributes);
+  const auto slots = reader.Get<Numbers>("slots");
+  const auto buckets = reader.Get<Numbers>("buckets");
+  const auto group_size = reader.Get<int64_t>("group_size");
+  const auto replicas = reader.Get<int64_t>("replicas");
+  const auto shard = reader.Get<Numbers>("shard_groups");
+  const auto replicate = reader.Get<Numbers>("replicate_groups");
+  const auto all = reader.Get<Numbers>("all_groups");
+  const auto divisor = reader.Get<double>("divisor");
+  const auto with_stats = reader.Get<int64_t>("with_stats");
+  if (reader.error().failure()) return reader.error();
+  ffi::ErrorOr<FusedPlan> plan = DecodeFusedPlan(slots, buckets, group_size);
+  if (plan.has_error()) return plan.error();
+  return FusedCall{*std::move(plan),
+                   GroupsOf(shard, group_size),
+                   GroupsOf(replicate, replicas),
+                   GroupsOf(all, group_size * replicas),
+                   replicas,
+                   divisor,
+                   with_stats != 0};
+}
+
+ffi::Error InstantiateFusedCall(ffi::Dictionary attributes) {
+  const ffi::ErrorOr<FusedCall> call = DecodeFusedCall(attributes);
+  if (call.has_error()) return call.error();
+  const bool scatters = call->plan.Uses(Collective::kReduceScatter);
+  JAXZERO_RETURN_IF_ERROR(CheckUse("shard_groups", call->shard, scatters));
+  JAXZERO_RETURN_IF_ERROR(CheckUse("replicate_groups", call->replicate,
+                                   scatters && call->replicated()));
+  return CheckUse("all_groups", call->all,
+                  call->plan.Uses(Collective::kAllReduce));
+}
+
+ffi::Error PrepareFusedCall(CommunicatorContext context, ffi::RemainingArgs,
+                            ffi::RemainingRets, ffi::Dictionary attributes) {
+  const ffi::ErrorOr<FusedCall> call = DecodeFusedCall(attributes);
+  if (call.has_error()) return call.error();
+  JAXZERO_RETURN_IF_ERROR(Request(context, call->shard));
+  JAXZERO_RETURN_IF_ERROR(Request(context, call->replicate));
+  return Request(context, call->all);
+}
+
+ffi::Error InitializeFusedCall(ffi::RemainingArgs, ffi::RemainingRets,
+                               ffi::Dictionary attributes) {
+  const ffi::ErrorOr<FusedCall> call = DecodeFusedCall(attributes);
+  if (call.has_error()) return call.error();
+  if (call->plan.Uses(Collective::kReduceScatter) ||
+      call->plan.Uses(Collective::kAllReduce)) {
+    const ffi::ErrorOr<const Nccl*> nccl = LoadedNccl();
+    if (nccl.has_error()) return nccl.error();
+  }
+  return CheckCuda(LoadKernels(), "loading kernels");
+}
+
+ffi::ErrorOr<char*> FindTemp(const ffi::RemainingArgs& arguments,
+                             int64_t expected_bytes) {
+  if (arguments.size() == 0) return Invalid("temp: missing from the operands");
+  auto buffer = arguments.get<ffi::AnyBuffer>(arguments.size() - 1);
+  if (buffer.has_error()) return buffer.error();
+  const auto bytes = static_cast<int64_t>(buffer->size_bytes());
+  if (buffer->element_type() != ffi::DataType::U8 || bytes < expected_bytes) {
+    return Invalid("temp: found ", bytes, " bytes, expected at least ",
+                   expected_bytes, " of U8");
+  }
+  return static_cast<char*>(buffer->untyped_data());
+}
+
+}  // namespace jaxzero

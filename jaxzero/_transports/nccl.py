@@ -1,0 +1,293 @@
+"""Transport "nccl": the whole plan in one custom call, through XLA's communicator.
+
+The call takes all leaves and returns all shards. Its temporary memory is an operand
+that no other call uses, so that XLA sees it. XLA runs the call on the stream of its
+own collectives: two collectives of different communicators in flight may deadlock.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from jaxzero import _ffi
+from jaxzero._axis import Axis
+from jaxzero._dtypes import component_dtype, components
+from jaxzero._plan import Bucket, LeafSpec, Plan
+
+Operands = Sequence[jax.Array]
+
+_ON_COLLECTIVE_STREAM = {
+    "_xla_stream_annotation": "collective",
+    # Keeps XLA from taking the call out of its asynchronous region again.
+    "inlineable": "false",
+}
+
+
+def reduce_scatter(
+    plan: Plan, axis: Axis, leaves: Operands, into: Operands | None, with_stats: bool
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Carries out a plan.
+
+    Args and results as of `jaxzero._transports.xla.reduce_scatter`. An accumulator
+    that is donated is updated in place.
+    """
+    sent = [i for i, spec in enumerate(plan.leaves) if not spec.empty]
+    if not sent:
+        return [_empty_shard(spec) for spec in plan.leaves], []
+    tables = _Tables.of(plan, axis, plan.buckets, sent, accumulates=into is not None)
+    names = _names(plan, axis)
+    operands = [leaves[i] for i in sent]
+    if into is not None:
+        operands += [into[i] for i in sent]
+    specs = [plan.leaves[i] for i in sent]
+    temp_bytes = _ffi.cuda_module().reduce_temp_bytes(
+        *tables.as_bytes(), plan.group_size, plan.replicas, with_stats
+    )
+    shard_names = [axis.shard_axes(b.whole, b.varying) for b in plan.buckets]
+    stats_type = axis.result(
+        (len(plan.buckets), 2), "float32", frozenset[str]().union(*shard_names)
+    )
+    results = _call(
+        _ffi.REDUCE_SCATTER,
+        [
+            *(
+                axis.result(
+                    spec.cut.shard_shape,
+                    spec.shard_dtype,
+                    axis.shard_axes(spec.whole, spec.varying),
+                )
+                for spec in specs
+            ),
+            *([stats_type] if with_stats else []),
+        ],
+        [axis.lift(value, names) for value in operands]
+        + _temp(axis, names, temp_bytes, after=leaves[sent[-1]]),
+        aliases={} if into is None else {len(sent) + i: i for i in range(len(sent))},
+        tables=tables,
+        divisor=plan.divisor,
+        with_stats=with_stats,
+    )
+    measured = list(results.pop()) if with_stats else []
+    shard_of = dict(zip(sent, results, strict=True))
+    return [
+        shard_of[i] if i in shard_of else _empty_shard(spec)
+        for i, spec in enumerate(plan.leaves)
+    ], measured
+
+
+def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
+    """Carries out a plan backwards: shards to leaves.
+
+    Args and results as of `jaxzero._transports.xla.all_gather`.
+    """
+    travelling = [bucket for bucket in plan.buckets if bucket.kind != "local"]
+    sent = sorted({slot.leaf for bucket in travelling for slot in bucket.slots})
+    leaves = _gather(plan, axis, travelling, sent, shards)
+    gathered = dict(zip(sent, leaves, strict=True))
+    return [
+        gathered[i]
+        if i in gathered
+        # Each rank holds all of it.
+        else shards[i].astype(spec.dtype).reshape(spec.shape)
+        for i, spec in enumerate(plan.leaves)
+    ]
+
+
+def _gather(
+    plan: Plan,
+    axis: Axis,
+    travelling: Sequence[Bucket],
+    sent: Sequence[int],
+    shards: Operands,
+) -> list[jax.Array]:
+    """Returns the leaves `sent` from their shards."""
+    if not sent:
+        return []
+    tables = _Tables.of(plan, axis, travelling, sent, accumulates=False)
+    further = frozenset(name for i in sent for name in plan.leaves[i].varying)
+    names = frozenset(axis.names) | further
+    temp_bytes = _ffi.cuda_module().gather_temp_bytes(
+        *tables.as_bytes(), plan.group_size
+    )
+    specs = [plan.leaves[i] for i in sent]
+    return _call(
+        _ffi.ALL_GATHER,
+        [
+            axis.result(spec.shape, spec.dtype, frozenset(axis.names + spec.varying))
+            for spec in specs
+        ],
+        [axis.lift(shards[i], names) for i in sent]
+        + _temp(axis, names, temp_bytes, after=shards[sent[-1]]),
+        aliases={},
+        tables=tables,
+        divisor=1.0,
+        with_stats=False,
+    )
+
+
+def _temp(
+    axis: Axis, names: frozenset[str], temp_bytes: int, *, after: jax.Array
+) -> list[jax.Array]:
+    """Returns memory for a call to work in, not taken before `after` exists.
+
+    As a result of the call it would be one that nobody uses, see `_call`.
+    """
+    result = axis.result((max(temp_bytes, 1),), "uint8", names)
+    return _ffi.call(_ffi.TEMP, [result], [axis.lift(after, names)])
+
+
+def _empty_shard(spec: LeafSpec) -> jax.Array:
+    return jnp.zeros(spec.cut.shard_shape, spec.shard_dtype)
+
+
+def _names(plan: Plan, axis: Axis) -> frozenset[str]:
+    """Returns all axes that operands vary over; one call has one type of operand."""
+    return frozenset(axis.all_names).union(*(b.varying for b in plan.buckets))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tables:
+    """A plan as the attributes that both fused calls share."""
+
+    slots: np.ndarray
+    buckets: np.ndarray
+    group_size: int
+    replicas: int
+    shard_groups: np.ndarray
+    replicate_groups: np.ndarray
+    all_groups: np.ndarray
+
+    @staticmethod
+    def of(
+        plan: Plan,
+        axis: Axis,
+        buckets: Sequence[Bucket],
+        sent: Sequence[int],
+        *,
+        accumulates: bool,
+    ) -> "_Tables":
+        operand = {leaf: i for i, leaf in enumerate(sent)}
+        used = {bucket.collective for bucket in buckets}
+        scatters = "reduce_scatter" in used
+
+        def groups(names: tuple[str, ...], are_used: bool) -> np.ndarray:
+            if not are_used:
+                return np.zeros(0, np.int64)
+            return axis.replica_groups(names).reshape(-1)
+
+        return _Tables(
+            slots=_ffi.slot_table(_slot_rows(plan, buckets, operand)),
+            buckets=_bucket_table(plan, buckets, accumulates),
+            group_size=plan.group_size,
+            replicas=plan.replicas,
+            shard_groups=groups(axis.names, scatters),
+            replicate_groups=groups(axis.replicate, scatters and plan.replicas > 1),
+            all_groups=groups(axis.all_names, "all_reduce" in used),
+        )
+
+    def as_bytes(self) -> tuple[bytes, bytes]:
+        return self.slots.tobytes(), self.buckets.tobytes()
+
+
+def _slot_rows(
+    plan: Plan, buckets: Sequence[Bucket], operand: dict[int, int]
+) -> list[dict[str, int]]:
+    rows = []
+    for bucket in buckets:
+        for slot in bucket.slots:
+            leaf = plan.leaves[slot.leaf]
+            rows.append(
+                {
+                    "operand": operand[slot.leaf],
+                    "outer": leaf.cut.outer,
+                    "length": leaf.cut.length,
+                    "inner": leaf.cut.inner * components(leaf.dtype),
+                    "chunk": leaf.cut.chunk,
+                    "begin": slot.begin,
+                    "count": slot.count,
+                    "row_offset": slot.row_offset,
+                    # Accumulators are found by their leaf.
+                    "base": -1,
+                    "accumulate": 0,
+                }
+            )
+    return rows
+
+
+def _bucket_table(
+    plan: Plan, buckets: Sequence[Bucket], accumulates: bool
+) -> np.ndarray:
+    module = _ffi.cuda_module()
+    codes = module.bucket_codes()
+    columns = module.bucket_columns()
+    rows = []
+    slot_begin = 0
+    for bucket in buckets:
+        row = {
+            "kind": codes["kind"].index(bucket.kind),
+            "collective": codes["collective"].index(bucket.collective),
+            "comm_dtype": codes["comm_dtype"].index(bucket.comm_dtype),
+            "send_rows": bucket.send_rows,
+            "recv_rows": bucket.recv_rows,
+            "row_numel": bucket.row_numel,
+            "slot_begin": slot_begin,
+            "slot_count": len(bucket.slots),
+            "pre_scale_exponent": int(math.log2(bucket.pre_scale)),
+            "lands": int(not accumulates and _lands(plan, bucket)),
+        }
+        slot_begin += len(bucket.slots)
+        rows.append([row[column] for column in columns])
+    return np.array(rows, np.int64).reshape(-1)
+
+
+def _lands(plan: Plan, bucket: Bucket) -> bool:
+    """Says whether a shard can receive its sum, instead of temporary memory."""
+    shard_dtype = component_dtype(plan.leaves[bucket.slots[0].leaf].shard_dtype)
+    return (
+        bucket.kind == "direct"
+        and bucket.recv_rows == 1
+        and shard_dtype == bucket.comm_dtype
+    )
+
+
+def _call(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Operands,
+    *,
+    aliases: dict[int, int],
+    tables: _Tables,
+    divisor: float,
+    with_stats: bool,
+) -> list[Any]:
+    """Emits a fused call.
+
+    XLA puts the annotation of a call also on the instructions that take its results
+    apart, and makes each of them wait for the stream. The barrier takes the results
+    apart instead, and has no annotation; XLA removes it in the end. It does so only
+    if all of its results are used.
+    """
+    with set_xla_metadata(**_ON_COLLECTIVE_STREAM):
+        emitted = _ffi.call(
+            target,
+            results,
+            operands,
+            aliases=aliases,
+            slots=tables.slots,
+            buckets=tables.buckets,
+            group_size=np.int64(tables.group_size),
+            replicas=np.int64(tables.replicas),
+            shard_groups=tables.shard_groups,
+            replicate_groups=tables.replicate_groups,
+            all_groups=tables.all_groups,
+            divisor=np.float64(divisor),
+            with_stats=np.int64(with_stats),
+        )
+    return list(lax.optimization_barrier(tuple(emitted)))
