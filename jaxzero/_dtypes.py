@@ -36,7 +36,7 @@ def component_bytes(name: str) -> int:
 
 
 def is_supported(name: str) -> bool:
-    """Says whether leaves and shards of this dtype are packed and summed as they are."""
+    """Says whether leaves of this dtype are packed and summed as they are."""
     return component_dtype(name) in _ITEMSIZE
 
 
