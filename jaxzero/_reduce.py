@@ -101,7 +101,8 @@ def _prepare(plan: Plan, axis: Axis, spec: LeafSpec, leaf: jax.Array) -> jax.Arr
         # The sum over axes of size 1 is free and types the result.
         names = axis.all_names if spec.whole else axis.replicate
         lifted = axis.lift(leaf, axis.all_names)
-        return lax.psum(lifted, names) if names else lifted
+        summed: jax.Array = lax.psum(lifted, names) if names else lifted
+        return summed
     known_equal = axis.unvarying_axes(leaf)
     if known_equal:
         leaf = mask_to_first(axis, leaf, known_equal)

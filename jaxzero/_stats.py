@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxzero._axis import Axis
+from jaxzero._axis import Axis, varying
 from jaxzero._plan import Plan
 
 
@@ -64,19 +64,19 @@ def _aligned(axis: Axis, values: Sequence[jax.Array]) -> list[jax.Array]:
     """Types all values as varying over the union of their axes."""
     if not axis.typed:
         return list(values)
-    names = frozenset[str]().union(*(jax.typeof(v).mat.varying for v in values))
+    names = frozenset[str]().union(*(varying(value) for value in values))
     return [axis.lift(value, names) for value in values]
 
 
 def _norm(axis: Axis, norms: Sequence[jax.Array]) -> jax.Array:
     if not norms:
-        return jnp.float32(0.0)
+        return jnp.zeros((), jnp.float32)
     return _stable_norm(jnp.stack(_aligned(axis, norms)))
 
 
 def _least(axis: Axis, flags: Sequence[jax.Array]) -> jax.Array:
     if not flags:
-        return jnp.float32(1.0)
+        return jnp.ones((), jnp.float32)
     return jnp.min(jnp.stack(_aligned(axis, flags)))
 
 
