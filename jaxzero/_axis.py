@@ -92,12 +92,15 @@ class Axis:
             return ()
         return tuple(name for name in self.all_names if name not in varying(value))
 
-    def lift(self, value: Any, names: Iterable[str]) -> Any:
+    def lift(self, value: jax.Array, names: Iterable[str]) -> jax.Array:
         """Returns the value typed as varying over at least `names`."""
         if not self.typed:
             return value
         missing = tuple(name for name in names if name not in varying(value))
-        return lax.pcast(value, missing, to="varying") if missing else value
+        if not missing:
+            return value
+        lifted: jax.Array = lax.pcast(value, missing, to="varying")
+        return lifted
 
 
 def varying(value: Any) -> frozenset[str]:
