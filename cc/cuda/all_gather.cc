@@ -90,7 +90,7 @@ ffi::Error Gathering::BindSlot(size_t index,
 ffi::Error Gathering::Run(const Ring& ring) {
   for (const Bucket& bucket : plan_.buckets) {
     JAXZERO_RETURN_IF_ERROR(
-        Within(Gather(ring, bucket), Describe(plan_, bucket)));
+        Within(Gather(ring, bucket), [&] { return Describe(plan_, bucket); }));
   }
   return ffi::Error::Success();
 }
@@ -125,7 +125,7 @@ ffi::Error Gathering::FillRow(const Bucket& bucket, char* row) {
 ffi::Error Execute(cudaStream_t stream, CommunicatorContext context,
                    ffi::RemainingArgs arguments, ffi::RemainingRets results,
                    ffi::Dictionary attributes) {
-  const ffi::ErrorOr<FusedCall> call = DecodeFusedCall(attributes);
+  const ffi::ErrorOr<FusedCall> call = ReadFusedCall(attributes);
   if (call.has_error()) return call.error();
   Gathering gathering(stream, call->plan);
   JAXZERO_RETURN_IF_ERROR(gathering.BindBuffers(arguments, results));
@@ -143,7 +143,7 @@ XLA_FFI_Handler* AllGatherExecute() {
                              .Ctx<ffi::Extension<Collectives>>()
                              .RemainingArgs()  // shards, temp
                              .RemainingRets()  // leaves
-                             .Attrs());        // as in DecodeFusedCall
+                             .Attrs());        // as in ReadFusedCall
   return kExecute;
 }
 

@@ -20,11 +20,12 @@ inline ::xla::ffi::Error CheckCuda(cudaError_t status, const char* what) {
                   cudaGetErrorString(status));
 }
 
-// The same failure, with where it happened before its text.
-inline ::xla::ffi::Error Within(const ::xla::ffi::Error& error,
-                                const std::string& where) {
+// The same failure, with where it happened before its text. `where` is a
+// function, because nobody should pay for the text of a success.
+template <typename Where>
+::xla::ffi::Error Within(const ::xla::ffi::Error& error, Where where) {
   if (error.success()) return error;
-  return {error.errc().value(), where + ": " + error.message()};
+  return {error.errc().value(), where() + ": " + error.message()};
 }
 
 }  // namespace jaxzero

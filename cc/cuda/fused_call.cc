@@ -49,7 +49,7 @@ ffi::Error CheckUse(const char* name, const ReplicaGroups& groups, bool used) {
 
 }  // namespace
 
-ffi::ErrorOr<FusedCall> DecodeFusedCall(const ffi::Dictionary& attributes) {
+ffi::ErrorOr<FusedCall> ReadFusedCall(const ffi::Dictionary& attributes) {
   Reader reader(attributes);
   const auto slots = reader.Get<Numbers>("slots");
   const auto buckets = reader.Get<Numbers>("buckets");
@@ -61,9 +61,7 @@ ffi::ErrorOr<FusedCall> DecodeFusedCall(const ffi::Dictionary& attributes) {
   const auto divisor = reader.Get<double>("divisor");
   const auto with_stats = reader.Get<int64_t>("with_stats");
   if (reader.error().failure()) return reader.error();
-  ffi::ErrorOr<FusedPlan> plan = DecodeFusedPlan(slots, buckets, group_size);
-  if (plan.has_error()) return plan.error();
-  return FusedCall{*std::move(plan),
+  return FusedCall{ReadFusedPlan(slots, buckets),
                    GroupsOf(shard, group_size),
                    GroupsOf(replicate, replicas),
                    GroupsOf(all, group_size * replicas),
@@ -73,19 +71,25 @@ ffi::ErrorOr<FusedCall> DecodeFusedCall(const ffi::Dictionary& attributes) {
 }
 
 ffi::Error InstantiateFusedCall(ffi::Dictionary attributes) {
-  const ffi::ErrorOr<FusedCall> call = DecodeFusedCall(attributes);
+  Reader reader(attributes);
+  const auto slots = reader.Get<Numbers>("slots");
+  const auto buckets = reader.Get<Numbers>("buckets");
+  const auto group_size = reader.Get<int64_t>("group_size");
+  if (reader.error().failure()) return reader.error();
+  const auto plan = DecodeFusedPlan(slots, buckets, group_size);
+  if (plan.has_error()) return plan.error();
+  const ffi::ErrorOr<FusedCall> call = ReadFusedCall(attributes);
   if (call.has_error()) return call.error();
-  const bool scatters = call->plan.Uses(Collective::kReduceScatter);
+  const bool scatters = plan->Uses(Collective::kReduceScatter);
   JAXZERO_RETURN_IF_ERROR(CheckUse("shard_groups", call->shard, scatters));
   JAXZERO_RETURN_IF_ERROR(CheckUse("replicate_groups", call->replicate,
                                    scatters && call->replicated()));
-  return CheckUse("all_groups", call->all,
-                  call->plan.Uses(Collective::kAllReduce));
+  return CheckUse("all_groups", call->all, plan->Uses(Collective::kAllReduce));
 }
 
 ffi::Error PrepareFusedCall(CommunicatorContext context, ffi::RemainingArgs,
                             ffi::RemainingRets, ffi::Dictionary attributes) {
-  const ffi::ErrorOr<FusedCall> call = DecodeFusedCall(attributes);
+  const ffi::ErrorOr<FusedCall> call = ReadFusedCall(attributes);
   if (call.has_error()) return call.error();
   JAXZERO_RETURN_IF_ERROR(Request(context, call->shard));
   JAXZERO_RETURN_IF_ERROR(Request(context, call->replicate));
@@ -94,7 +98,7 @@ ffi::Error PrepareFusedCall(CommunicatorContext context, ffi::RemainingArgs,
 
 ffi::Error InitializeFusedCall(ffi::RemainingArgs, ffi::RemainingRets,
                                ffi::Dictionary attributes) {
-  const ffi::ErrorOr<FusedCall> call = DecodeFusedCall(attributes);
+  const ffi::ErrorOr<FusedCall> call = ReadFusedCall(attributes);
   if (call.has_error()) return call.error();
   if (call->plan.Uses(Collective::kReduceScatter) ||
       call->plan.Uses(Collective::kAllReduce)) {

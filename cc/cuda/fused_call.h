@@ -26,8 +26,9 @@ struct FusedCall {
   bool replicated() const { return replicas > 1; }
 };
 
-// Decodes and checks the attributes.
-::xla::ffi::ErrorOr<FusedCall> DecodeFusedCall(
+// Reads attributes that `InstantiateFusedCall` has accepted: the stages after
+// it run in every execution, where checking hundreds of slots again would show.
+::xla::ffi::ErrorOr<FusedCall> ReadFusedCall(
     const ::xla::ffi::Dictionary& attributes);
 
 // Checks, while XLA compiles, all that can be known then: a mistake that only

@@ -99,6 +99,25 @@ bool FusedPlan::Uses(Collective collective) const {
   });
 }
 
+FusedPlan ReadFusedPlan(ffi::Span<const int64_t> slots,
+                        ffi::Span<const int64_t> buckets) {
+  FusedPlan plan = {};
+  plan.buckets.resize(buckets.size() / kNumBucketColumns);
+  if (!plan.buckets.empty()) {
+    std::memcpy(plan.buckets.data(), buckets.begin(),
+                plan.buckets.size() * sizeof(Bucket));
+  }
+  plan.slots.resize(slots.size() / kNumSlotColumns);
+  if (!plan.slots.empty()) {
+    std::memcpy(plan.slots.data(), slots.begin(),
+                plan.slots.size() * sizeof(Slot));
+  }
+  for (const Slot& slot : plan.slots) {
+    plan.num_leaves = std::max(plan.num_leaves, slot.operand + 1);
+  }
+  return plan;
+}
+
 ffi::ErrorOr<FusedPlan> DecodeFusedPlan(ffi::Span<const int64_t> slots,
                                         ffi::Span<const int64_t> buckets,
                                         int64_t group_size) {
@@ -111,17 +130,11 @@ ffi::ErrorOr<FusedPlan> DecodeFusedPlan(ffi::Span<const int64_t> slots,
                    slots.size(), " of slots, expected rows of ",
                    kNumBucketColumns, " and ", kNumSlotColumns);
   }
-  FusedPlan plan = {};
-  plan.buckets.resize(buckets.size() / kNumBucketColumns);
-  if (!plan.buckets.empty()) {
-    std::memcpy(plan.buckets.data(), buckets.begin(),
-                buckets.size() * sizeof(int64_t));
-  }
-  const auto num_slots = static_cast<int64_t>(slots.size()) / kNumSlotColumns;
-  plan.slots.reserve(static_cast<size_t>(num_slots));
+  FusedPlan plan = ReadFusedPlan(slots, buckets);
+  const auto num_slots = static_cast<int64_t>(plan.slots.size());
+  int64_t done = 0;
   for (size_t i = 0; i < plan.buckets.size(); ++i) {
     const Bucket& bucket = plan.buckets[i];
-    const auto done = static_cast<int64_t>(plan.slots.size());
     JAXZERO_RETURN_IF_ERROR(
         CheckBucket(bucket, i, group_size, done, num_slots));
     const auto mine =
@@ -131,15 +144,12 @@ ffi::ErrorOr<FusedPlan> DecodeFusedPlan(ffi::Span<const int64_t> slots,
     if (mine.has_error()) {
       return Invalid("bucket ", i, ": ", mine.error().message());
     }
-    plan.slots.insert(plan.slots.end(), mine->begin(), mine->end());
     JAXZERO_RETURN_IF_ERROR(CheckSingle(plan, bucket, i));
+    done += bucket.slot_count;
   }
-  if (static_cast<int64_t>(plan.slots.size()) != num_slots) {
-    return Invalid("found ", num_slots, " slots, expected ", plan.slots.size(),
+  if (done != num_slots) {
+    return Invalid("found ", num_slots, " slots, expected ", done,
                    " in all buckets");
-  }
-  for (const Slot& slot : plan.slots) {
-    plan.num_leaves = std::max(plan.num_leaves, slot.operand + 1);
   }
   return plan;
 }

@@ -24,6 +24,11 @@ struct FusedPlan {
   bool Uses(Collective collective) const;
 };
 
+// Copies tables that `DecodeFusedPlan` has accepted before.
+FusedPlan ReadFusedPlan(::xla::ffi::Span<const int64_t> slots,
+                        ::xla::ffi::Span<const int64_t> buckets);
+
+// Copies tables and checks them.
 ::xla::ffi::ErrorOr<FusedPlan> DecodeFusedPlan(
     ::xla::ffi::Span<const int64_t> slots,
     ::xla::ffi::Span<const int64_t> buckets, int64_t group_size);

@@ -160,17 +160,15 @@ ffi::Error Reduction::Run() {
   std::vector<int64_t> stats_ends;
   stats_ends.reserve(plan_.buckets.size());
   for (const Bucket& bucket : plan_.buckets) {
+    const auto where = [&] { return Describe(plan_, bucket); };
     const ffi::ErrorOr<Rows> rows = Reduce(bucket);
-    if (rows.has_error()) {
-      return Within(rows.error(), Describe(plan_, bucket));
-    }
+    if (rows.has_error()) return Within(rows.error(), where);
     JAXZERO_RETURN_IF_ERROR(unpacker.Add(Unpacking(bucket, *rows)));
     stats_ends.push_back(unpacker.num_blocks());
     // The next bucket takes the same temp. Local leaves stay where they are,
     // so that any number of them share a kernel.
     if (bucket.kind != Kind::kLocal) {
-      JAXZERO_RETURN_IF_ERROR(
-          Within(unpacker.Flush(), Describe(plan_, bucket)));
+      JAXZERO_RETURN_IF_ERROR(Within(unpacker.Flush(), where));
     }
   }
   JAXZERO_RETURN_IF_ERROR(unpacker.Flush());
@@ -260,7 +258,7 @@ UnpackCall Reduction::Unpacking(const Bucket& bucket, const Rows& rows) const {
 ffi::Error Execute(cudaStream_t stream, CommunicatorContext context,
                    ffi::RemainingArgs arguments, ffi::RemainingRets results,
                    ffi::Dictionary attributes) {
-  const ffi::ErrorOr<FusedCall> call = DecodeFusedCall(attributes);
+  const ffi::ErrorOr<FusedCall> call = ReadFusedCall(attributes);
   if (call.has_error()) return call.error();
   Reduction reduction(stream, *call);
   JAXZERO_RETURN_IF_ERROR(reduction.BindBuffers(arguments, results));
@@ -277,7 +275,7 @@ XLA_FFI_Handler* ReduceScatterExecute() {
                              .Ctx<ffi::Extension<Collectives>>()
                              .RemainingArgs()  // leaves, accumulators, temp
                              .RemainingRets()  // shards, stats
-                             .Attrs());        // as in DecodeFusedCall
+                             .Attrs());        // as in ReadFusedCall
   return kExecute;
 }
 

@@ -3,8 +3,8 @@
 #ifndef JAXZERO_FFI_ERROR_H_
 #define JAXZERO_FFI_ERROR_H_
 
-#include <sstream>
 #include <string>
+#include <type_traits>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -16,11 +16,21 @@
 
 namespace jaxzero {
 
+// Joins text and numbers. Without streams: their locales are looked up through
+// symbols that a second libstdc++ in the process may have replaced, which was
+// seen to crash beside XLA's CUDA plugin.
 template <typename... Parts>
 std::string Text(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
+  std::string text;
+  const auto append = [&text](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+      text += std::to_string(part);
+    } else {
+      text += part;
+    }
+  };
+  (append(parts), ...);
+  return text;
 }
 
 // An argument that contradicts another one, or the slot table.
