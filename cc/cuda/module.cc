@@ -2,12 +2,14 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
 #include "core/bucket.h"
 #include "core/plan.h"
 #include "cuda/all_gather.h"
+#include "cuda/error.h"
 #include "cuda/fused_call.h"
 #include "cuda/launcher.h"
 #include "cuda/reduce_scatter.h"
@@ -50,13 +52,29 @@ XLA_FFI_DEFINE_HANDLER(
         .RemainingRets()  // not looked at
         .Attrs());
 
+// Whether temporary memory starts as NaNs, so that reading what no kernel wrote
+// shows in every result.
+bool PoisonsTemps() {
+  static const bool poisons = [] {
+    const char* debug = std::getenv("JAXZERO_DEBUG");
+    return debug != nullptr && std::strcmp(debug, "1") == 0;
+  }();
+  return poisons;
+}
+
 // A buffer whose contents do not matter: the memory that a fused call works in.
 XLA_FFI_DEFINE_HANDLER(
     kTemp,
-    [](ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
-      return ffi::Error::Success();
+    [](cudaStream_t stream, ffi::AnyBuffer,
+       ffi::Result<ffi::AnyBuffer> temp) -> ffi::Error {
+      if (!PoisonsTemps()) return ffi::Error::Success();
+      constexpr int kNanByte = 0xff;  // all ones are a NaN in every dtype
+      return CheckCuda(cudaMemsetAsync(temp->untyped_data(), kNanByte,
+                                       temp->size_bytes(), stream),
+                       "poisoning a temp");
     },
     ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::AnyBuffer>()    // orders it, not read
         .Ret<ffi::AnyBuffer>());  // the temp
 
