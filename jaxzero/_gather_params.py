@@ -13,7 +13,7 @@ from jaxzero._cut import Cut, CutTree, cut_leaf
 from jaxzero._dtypes import is_supported, like_kind
 from jaxzero._plan import LIMITS, LeafSpec, build_plan
 from jaxzero._policy import Policy
-from jaxzero._reduce import plan_reduction, reduce_leaves
+from jaxzero._reduce import own_or_empty, plan_reduction, reduce_leaves
 from jaxzero._transports import TRANSPORTS, choose
 from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
 
@@ -88,7 +88,10 @@ def gather_params(
             full.append(None)
         else:
             full.append(_gather_plain(axis, shard.value, true, cut))
-    values = [flat.leaves[i].value for i in summable]
+    values = [
+        own_or_empty(axis, spec, flat.leaves[i].value, spec.cut.shard_shape)
+        for i, spec in zip(summable, specs, strict=True)
+    ]
     for i, leaf in zip(
         summable, _differentiable(axis, specs, values, policy)(values), strict=True
     ):
@@ -176,8 +179,10 @@ def _differentiable(
 
 def _gather_plain(axis: Axis, shard: jax.Array, true: Leaf, cut: Cut) -> jax.Array:
     """Gathers a leaf of a dtype that has no gradient, such as integers."""
+    if 0 in true.shape:
+        return jnp.zeros(true.shape, true.dtype)  # see own_or_empty
     shard = jnp.asarray(shard).astype(true.dtype)
-    if cut.layout == "whole" or 0 in true.shape:
+    if cut.layout == "whole":
         return shard.reshape(true.shape)
     dim = cut.dim or 0
     padded = lax.all_gather(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxzero._axis import Axis, mask_to_first
-from jaxzero._cut import Cut
+from jaxzero._cut import Cut, Shape
 from jaxzero._plan import LIMITS, LeafSpec, Plan, build_plan
 from jaxzero._policy import Policy
 from jaxzero._stats import of_rank
@@ -78,9 +78,27 @@ def reduce_leaves(
         for spec, leaf in zip(plan.leaves, leaves, strict=True)
     ]
     if into is not None:
-        into = _lift_shards(plan, axis, into)
+        sums = [
+            own_or_empty(axis, spec, shard, spec.cut.shard_shape)
+            for spec, shard in zip(plan.leaves, into, strict=True)
+        ]
+        into = _lift_shards(plan, axis, sums)
     types = [jax.typeof(leaf) for leaf in prepared]
     return _differentiable(reduction, types, with_stats)(prepared, into)
+
+
+def own_or_empty(axis: Axis, spec: LeafSpec, value: Any, shape: Shape) -> jax.Array:
+    """Returns the value, or an empty constant in its place if the leaf is empty.
+
+    Every operation on an empty argument is folded away in the end, and XLA's Shardy
+    passes read out of bounds when an argument of a shard_map turns out to be unused
+    (a crash, sometimes, with JAX 0.11.2). One that is never used JAX itself removes.
+    """
+    array = jnp.asarray(value)
+    if not spec.empty:
+        return array
+    names = axis.shard_axes(spec.whole, spec.varying)
+    return axis.lift(jnp.zeros(shape, array.dtype), names)
 
 
 def _lift_shards(plan: Plan, axis: Axis, shards: Arrays) -> list[jax.Array]:
@@ -92,7 +110,7 @@ def _lift_shards(plan: Plan, axis: Axis, shards: Arrays) -> list[jax.Array]:
 
 def _prepare(plan: Plan, axis: Axis, spec: LeafSpec, leaf: jax.Array) -> jax.Array:
     """Returns the leaf as the transport takes it: converted, and to be summed once."""
-    leaf = jnp.asarray(leaf).astype(spec.dtype)
+    leaf = own_or_empty(axis, spec, leaf, spec.shape).astype(spec.dtype)
     if spec.empty:
         return leaf
     if spec.reduced:
@@ -115,10 +133,11 @@ def own_slice(axis: Axis, cut: Cut, leaf: jax.Array) -> jax.Array:
         return leaf
     padded = padded_leaf(cut, leaf)
     dim = cut.dim or 0
-    start = axis.rank() * cut.chunk
-    return lax.dynamic_slice_in_dim(
-        axis.lift(padded, axis.names), start, cut.chunk, dim
-    )
+    shape = padded.shape[:dim] + (cut.ranks, cut.chunk) + padded.shape[dim + 1 :]
+    by_rank = axis.lift(padded.reshape(shape), axis.names)
+    # Indexed by rank, because a position may exceed the int32 that ranks have.
+    own: jax.Array = lax.dynamic_index_in_dim(by_rank, axis.rank(), dim, keepdims=False)
+    return own
 
 
 def padded_leaf(cut: Cut, leaf: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ def of_all_ranks(axis: Axis, mine: jax.Array) -> Stats:
     """
     # One small sum carries every rank's numbers to all ranks, so that the norm can
     # be formed without squaring numbers near the float32 limits.
-    row = jnp.arange(axis.group_size)[:, None] == axis.rank()
+    row = jnp.arange(axis.group_size, dtype=jnp.int32)[:, None] == axis.rank()
     everyone = lax.psum(jnp.where(row, mine[None, :], 0.0), axis.names)
     norms = jnp.concatenate([everyone[:, 0], everyone[:1, 1]])
     return Stats(norm=_stable_norm(norms), all_finite=jnp.all(everyone[:, 2] == 1.0))

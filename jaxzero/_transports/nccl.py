@@ -91,13 +91,13 @@ def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
     sent = sorted({slot.leaf for bucket in travelling for slot in bucket.slots})
     leaves = _gather(plan, axis, travelling, sent, shards)
     gathered = dict(zip(sent, leaves, strict=True))
-    return [
-        gathered[i]
-        if i in gathered
-        # Each rank holds all of it.
-        else shards[i].astype(spec.dtype).reshape(spec.shape)
-        for i, spec in enumerate(plan.leaves)
-    ]
+    for i, spec in enumerate(plan.leaves):
+        if spec.empty:
+            gathered[i] = jnp.zeros(spec.shape, spec.dtype)
+        elif i not in gathered:
+            # Each rank holds all of it.
+            gathered[i] = shards[i].astype(spec.dtype).reshape(spec.shape)
+    return [gathered[i] for i in range(len(plan.leaves))]
 
 
 def _gather(

@@ -67,8 +67,6 @@ class _Partial:
         """Returns the finished result; an empty leaf was never written."""
         if leaf in self.done:
             return self.done[leaf]
-        # Fresh zeros also for an accumulator: XLA:CPU 0.11.2 crashes while compiling
-        # an empty sharded argument that is returned as it came.
         return jnp.zeros(shape, dtype)
 
 
@@ -97,7 +95,7 @@ def _reduced_rows(
     if not axis.replicate:
         return rows, bucket.recv_rows
     # Replicas add partial sums, which need the wide dtype to stay exact.
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    wide = np.promote_types(rows.dtype, np.float32)
     rows = rows.astype(wide).reshape(bucket.recv_rows, -1)
     return lax.psum(jnp.sum(rows, axis=0), axis.replicate), 1
 
