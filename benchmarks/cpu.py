@@ -7,6 +7,7 @@ ratio of medians. The rivals do the same work: sum, divide by the number of rank
 import argparse
 import concurrent.futures
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -170,7 +171,7 @@ def memcpy(count: int) -> Callable[[], None]:
         target = np.empty(count, np.uint8)
         jobs = [
             pool.submit(np.copyto, target[a:b], source[a:b])
-            for a, b in zip(parts[:-1], parts[1:], strict=True)
+            for a, b in itertools.pairwise(parts)
         ]
         for job in jobs:
             job.result()
