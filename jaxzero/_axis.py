@@ -121,17 +121,8 @@ def bind_axis(axis_name: AxisName, replicate_axis: AxisName | None, call: str) -
       TypeError: for names that are no strings.
       NotImplementedError: if some axes of the mesh are left to the compiler.
     """
-    names = _names(axis_name, "axis_name", call)
-    replicate = (
-        () if replicate_axis is None else _names(replicate_axis, "replicate_axis", call)
-    )
+    names, replicate = axis_names(axis_name, replicate_axis, call)
     both = names + replicate
-    for name in both:
-        if both.count(name) > 1:
-            raise ValueError(
-                f"{call}: axis {name!r} is named twice in axis_name={axis_name!r} "
-                f"and replicate_axis={replicate_axis!r}; name each axis once."
-            )
     mesh = jax.sharding.get_abstract_mesh()
     manual = () if mesh.empty else mesh.manual_axes
     for name in both:
@@ -151,11 +142,50 @@ def bind_axis(axis_name: AxisName, replicate_axis: AxisName | None, call: str) -
     )
 
 
-def check_not_auto_sharded(path: str, value: Any, call: str) -> None:
+def axis_names(
+    axis_name: AxisName, replicate_axis: AxisName | None, call: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns both arguments as tuples, the second empty for None.
+
+    Raises:
+      ValueError: for an axis named twice.
+      TypeError: for names that are no strings.
+    """
+    names = _names(axis_name, "axis_name", call)
+    replicate = (
+        () if replicate_axis is None else _names(replicate_axis, "replicate_axis", call)
+    )
+    both = names + replicate
+    for name in both:
+        if both.count(name) > 1:
+            also = f" and replicate_axis={replicate_axis!r}" if replicate else ""
+            raise ValueError(
+                f"{call}: axis {name!r} is named twice in axis_name={axis_name!r}"
+                f"{also}; name each axis once."
+            )
+    return names, replicate
+
+
+def _names(value: AxisName, what: str, call: str) -> tuple[str, ...]:
+    names = value if isinstance(value, tuple) else (value,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{call}: {what}={value!r}; expected the name of a mesh axis or a "
+            f"non-empty tuple of names."
+        )
+    return names
+
+
+def check_not_auto_sharded(what: str, value: Any, call: str) -> None:
     """Refuses a leaf that the compiler may have sharded over an axis of its own.
 
     In a partly manual shard_map a custom call sees such a leaf only after XLA has
     gathered it, unasked, on every device.
+
+    Args:
+      what: name of the leaf, for the message.
+      value: the leaf.
+      call: name of the public function, for the message.
 
     Raises:
       NotImplementedError: naming the leaf and the axes.
@@ -177,7 +207,7 @@ def check_not_auto_sharded(path: str, value: Any, call: str) -> None:
     ]
     if left:
         raise NotImplementedError(
-            f"{call}: leaf {path} may be sharded over the mesh axes "
+            f"{call}: {what} may be sharded over the mesh axes "
             f"{', '.join(map(repr, left))}, which this shard_map leaves to the "
             f"compiler; XLA would gather it on every device first. Make the shard_map "
             f"manual over all axes (drop axis_names=), or nest a shard_map over "
@@ -196,13 +226,3 @@ def mask_to_first(axis: Axis, value: jax.Array, names: Sequence[str]) -> jax.Arr
         first = first & (lax.axis_index(name) == 0)
     lifted = axis.lift(value, axis.all_names)
     return jnp.where(first, lifted, jnp.zeros_like(lifted))
-
-
-def _names(value: AxisName, what: str, call: str) -> tuple[str, ...]:
-    names = value if isinstance(value, tuple) else (value,)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"{call}: {what}={value!r}; expected the name of a mesh axis or a "
-            f"non-empty tuple of names."
-        )
-    return names

@@ -97,10 +97,10 @@ def cut_leaf(option: CutOption, path: str, shape: Shape, group_size: int) -> Cut
         )
     dim = option.__index__()
     if not -len(shape) <= dim < len(shape):
+        fits = f"a number from {-len(shape)} to {len(shape) - 1}, or " if shape else ""
         raise ValueError(
             f"the cut of leaf {path} is dimension {dim}, but its shape {shape} has "
-            f"{len(shape)} dimensions; expected a number from {-len(shape)} to "
-            f"{len(shape) - 1}, or 'flat'."
+            f"{len(shape)} dimensions; expected {fits}'flat' or 'whole'."
         )
     return _along(shape, dim % len(shape), group_size, reason)
 

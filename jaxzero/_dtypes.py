@@ -40,6 +40,15 @@ def is_supported(name: str) -> bool:
     return component_dtype(name) in _ITEMSIZE
 
 
+def kind(name: str) -> str:
+    """Returns what sort of numbers a dtype holds, in words."""
+    if name.startswith("complex"):
+        return "complex"
+    if name.startswith(("float", "bfloat")):
+        return "real floating"
+    return "integer or boolean"
+
+
 def like_kind(leaf: str, precision: str, path: str, option: str) -> str:
     """Returns `precision` in the kind (real or complex) of the leaf.
 

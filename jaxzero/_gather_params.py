@@ -10,12 +10,19 @@ from jax import lax
 
 from jaxzero._axis import Axis, AxisName, bind_axis, check_not_auto_sharded, varying
 from jaxzero._cut import Cut, CutTree, cut_leaf
-from jaxzero._dtypes import is_supported, like_kind
+from jaxzero._dtypes import is_supported, kind, like_kind
 from jaxzero._plan import LIMITS, LeafSpec, build_plan
 from jaxzero._policy import Policy
 from jaxzero._reduce import own_or_empty, plan_reduction, reduce_leaves
 from jaxzero._transports import TRANSPORTS, choose
-from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
+from jaxzero._tree import (
+    Leaf,
+    PyTree,
+    broadcast_cuts,
+    check_width,
+    flatten,
+    match,
+)
 
 Arrays = Sequence[jax.Array]
 
@@ -54,7 +61,8 @@ def gather_params(
     Raises:
       ValueError: if the axis is not bound, or a shard does not have the shape that
         `like`, `cuts` and the axis give it.
-      TypeError: for a complex leaf asked for in a dtype without a complex form.
+      TypeError: for a complex leaf asked for in a dtype without a complex form, or
+        shards of another kind of dtype than `like`.
       NotImplementedError: in a partly manual shard_map.
 
     Example:
@@ -70,7 +78,7 @@ def gather_params(
       (2, 3)
     """
     axis = bind_axis(axis_name, replicate_axis, "gather_params")
-    flat_like = flatten(like, "like")
+    flat_like = flatten(like, "like", shapes_suffice=True)
     flat = match(shards, flat_like, "shards", "like")
     options = broadcast_cuts(cuts, like, flat_like)
     summable: list[int] = []
@@ -80,8 +88,9 @@ def gather_params(
         zip(flat.leaves, flat_like.leaves, options, strict=True)
     ):
         cut = cut_leaf(option, true.path, true.shape, axis.group_size)
-        _check_shard(shard, true, cut)
-        check_not_auto_sharded(shard.path, shard.value, "gather_params")
+        _check_shape(shard, true, cut)
+        _check_dtypes(shard, true)
+        check_not_auto_sharded(f"leaf {shard.path}", shard.value, "gather_params")
         if is_supported(true.dtype) and is_supported(shard.dtype):
             summable.append(i)
             specs.append(_spec(axis, shard, true, cut, policy))
@@ -99,7 +108,7 @@ def gather_params(
     return flat.rebuild(full)
 
 
-def _check_shard(shard: Leaf, true: Leaf, cut: Cut) -> None:
+def _check_shape(shard: Leaf, true: Leaf, cut: Cut) -> None:
     if shard.shape != cut.shard_shape:
         raise ValueError(
             f"shards leaf {shard.path} has shape {shard.shape}; expected "
@@ -109,10 +118,21 @@ def _check_shard(shard: Leaf, true: Leaf, cut: Cut) -> None:
         )
 
 
+def _check_dtypes(shard: Leaf, true: Leaf) -> None:
+    if kind(shard.dtype) != kind(true.dtype):
+        raise TypeError(
+            f"shards leaf {shard.path} has dtype {shard.dtype}, but like says "
+            f"{true.dtype}; expected {kind(true.dtype)} shards. Give the true dtypes "
+            f"as like (jax.eval_shape of the init function)."
+        )
+    check_width(true.dtype, f"like leaf {true.path}")
+
+
 def _spec(axis: Axis, shard: Leaf, true: Leaf, cut: Cut, policy: Policy) -> LeafSpec:
     dtype = true.dtype
     if policy.compute_dtype is not None:
         dtype = like_kind(dtype, policy.compute_dtype, true.path, "compute_dtype")
+        check_width(dtype, f"the compute_dtype of leaf {true.path}")
     further: tuple[str, ...] = ()
     if axis.typed:
         further = tuple(sorted(varying(shard.value) - frozenset(axis.all_names)))

@@ -2,16 +2,22 @@
 
 from typing import Any, Literal, overload
 
-import jax
-
 from jaxzero._axis import Axis, AxisName, bind_axis, check_not_auto_sharded, varying
 from jaxzero._cut import CutTree
-from jaxzero._dtypes import component_dtype, components, is_supported
+from jaxzero._dtypes import component_dtype, is_supported, kind
 from jaxzero._plan import LeafSpec
 from jaxzero._policy import Policy
 from jaxzero._reduce import plan_reduction, reduce_leaves
 from jaxzero._stats import Stats, of_all_ranks
-from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, leaf_spec, match
+from jaxzero._tree import (
+    Leaf,
+    PyTree,
+    broadcast_cuts,
+    check_width,
+    flatten,
+    leaf_spec,
+    match,
+)
 
 
 @overload
@@ -124,7 +130,7 @@ def shard_grads(
 def _spec(
     axis: Axis, leaf: Leaf, option: Any, policy: Policy, into: Leaf | None
 ) -> LeafSpec:
-    check_not_auto_sharded(leaf.path, leaf.value, "shard_grads")
+    check_not_auto_sharded(f"leaf {leaf.path}", leaf.value, "shard_grads")
     spec = leaf_spec(
         leaf,
         option,
@@ -134,8 +140,11 @@ def _spec(
         reduced=axis.typed and axis.unvarying_axes(leaf.value) == axis.all_names,
         varying=_further_axes(axis, leaf, into),
     )
-    check_64_bit(leaf.path, spec, policy)
+    check_width(spec.dtype, f"leaf {leaf.path}")
+    check_width(spec.shard_dtype, f"the shard of leaf {leaf.path}")
+    check_width(policy.comm_dtype, f"the comm_dtype of leaf {leaf.path}")
     if into is not None:
+        check_not_auto_sharded(f"into leaf {into.path}", into.value, "shard_grads")
         _check_into(spec, into, policy)
     return spec
 
@@ -150,23 +159,6 @@ def _further_axes(axis: Axis, leaf: Leaf, into: Leaf | None) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def check_64_bit(path: str, spec: LeafSpec, policy: Policy) -> None:
-    """Refuses 64-bit dtypes that JAX would silently narrow.
-
-    Raises:
-      TypeError: naming the leaf and the dtype.
-    """
-    if jax.config.read("jax_enable_x64"):
-        return
-    for name in (spec.dtype, spec.shard_dtype, policy.comm_dtype):
-        if name in ("float64", "complex128"):
-            raise TypeError(
-                f"leaf {path}: {name} asked for, but JAX is in 32-bit mode and would "
-                f"narrow it. Set jax.config.update('jax_enable_x64', True), or use a "
-                f"32-bit dtype."
-            )
-
-
 def _check_into(spec: LeafSpec, into: Leaf, policy: Policy) -> None:
     expected = spec.cut.shard_shape
     if into.shape != expected:
@@ -176,11 +168,12 @@ def _check_into(spec: LeafSpec, into: Leaf, policy: Policy) -> None:
             f"Start with the result of shard_grads(..., into=None), or use the same "
             f"cuts and axis for both."
         )
-    if not is_supported(into.dtype) or components(into.dtype) != components(spec.dtype):
+    if not is_supported(into.dtype) or kind(into.dtype) != kind(spec.dtype):
         raise TypeError(
             f"into leaf {into.path} has dtype {into.dtype}, which cannot accumulate a "
-            f"gradient of dtype {spec.dtype}; expected a floating dtype that is "
-            f"complex exactly where the gradient is, such as float32."
+            f"gradient of dtype {spec.dtype}; expected {kind(spec.dtype)} shards. "
+            f"Start with the result of shard_grads(..., into=None), whose dtype "
+            f"Policy(shard_dtype=...) sets."
         )
     asked = policy.shard_dtype
     if asked is not None and asked != component_dtype(into.dtype):

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxzero._axis import AxisName
+from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import Cut, CutTree, cut_leaf
 from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
 
@@ -33,7 +33,8 @@ def shard_params(
       replicated.
 
     Raises:
-      ValueError: for an axis that the mesh does not have, or a cut that does not fit.
+      ValueError: for an axis that the mesh does not have or that is named twice, or a
+        cut that does not fit.
       TypeError: for a leaf that is no array.
 
     Example:
@@ -43,12 +44,13 @@ def shard_params(
       >>> sharded["w"].sharding.spec
       PartitionSpec('data',)
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names, _ = axis_names(axis_name, None, "shard_params")
     for name in names:
         if name not in mesh.axis_names:
             raise ValueError(
-                f"shard_params: axis {name!r} is not in the mesh, whose axes are "
-                f"{', '.join(map(repr, mesh.axis_names))}."
+                f"shard_params: axis {name!r} is not in the mesh; expected one of its "
+                f"axes {', '.join(map(repr, mesh.axis_names))}. Name one of them, or "
+                f"make the mesh with that axis."
             )
     group_size = math.prod(mesh.shape[name] for name in names)
     flat = flatten(params, "params")
@@ -77,7 +79,7 @@ def unshard_params(shards: PyTree, like: PyTree, *, cuts: CutTree = None) -> PyT
 
     Raises:
       ValueError: if the structures differ, or a global array does not have the shape
-        that its true shape and cut give it over any number of ranks.
+        that its true shape and cut give it over the ranks of its sharding.
 
     Example:
       >>> import jax, numpy as np, jaxzero
@@ -87,7 +89,7 @@ def unshard_params(shards: PyTree, like: PyTree, *, cuts: CutTree = None) -> PyT
       >>> jaxzero.unshard_params(sharded, params)["w"]
       array([0., 1., 2.], dtype=float32)
     """
-    flat_like = flatten(like, "like")
+    flat_like = flatten(like, "like", shapes_suffice=True)
     flat = match(shards, flat_like, "shards", "like")
     options = broadcast_cuts(cuts, like, flat_like)
     return flat.rebuild(
@@ -129,14 +131,15 @@ def _padded(value: np.ndarray, cut: Cut) -> np.ndarray:
 
 
 def _true_leaf(shard: Leaf, true: Leaf, option: Any) -> np.ndarray:
-    if not any(
-        cut_leaf(option, true.path, true.shape, ranks).global_shape == shard.shape
-        for ranks in _possible_ranks(shard)
-    ):
+    ranks = _ranks(shard)
+    cut = cut_leaf(option, true.path, true.shape, ranks)
+    if shard.shape != cut.global_shape:
         raise ValueError(
-            f"shards leaf {shard.path} has global shape {shard.shape}, which is no "
-            f"layout of a parameter of shape {true.shape} with the cut {option!r}. "
-            f"Give the true shapes as like and the cuts of shard_params."
+            f"shards leaf {shard.path} has global shape {shard.shape}; expected "
+            f"{cut.global_shape}, a parameter of shape {true.shape} over N={ranks} "
+            f"ranks, as the array is sharded ({cut.layout} layout). Give the arrays "
+            f"of shard_params (not copies on the host), the true shapes as like, and "
+            f"the same cuts."
         )
     value = _on_host(shard.value)
     if value.ndim == len(true.shape):
@@ -144,16 +147,16 @@ def _true_leaf(shard: Leaf, true: Leaf, option: Any) -> np.ndarray:
     return value.reshape(-1)[: math.prod(true.shape)].reshape(true.shape)
 
 
-def _possible_ranks(shard: Leaf) -> list[int]:
-    """Returns the numbers of ranks that the array's own sharding allows."""
+def _ranks(shard: Leaf) -> int:
+    """Returns the number of ranks that the array is spread over."""
     sharding = getattr(shard.value, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return [1]
+        return 1
     ranks = 1
     for entry in sharding.spec:
         for name in (entry,) if isinstance(entry, str) else entry or ():
             ranks *= sharding.mesh.shape[name]
-    return [ranks]
+    return ranks
 
 
 def _on_host(value: Any) -> np.ndarray:

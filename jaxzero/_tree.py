@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
@@ -47,18 +48,28 @@ class Flat:
     treedef: Any
 
 
-def flatten(tree: PyTree, what: str) -> Flat:
+def flatten(tree: PyTree, what: str, *, shapes_suffice: bool = False) -> Flat:
     """Flattens a pytree of arrays.
 
     Args:
       tree: the pytree.
       what: its name in messages, such as "grads".
+      shapes_suffice: whether a leaf may be a `jax.ShapeDtypeStruct`.
 
     Raises:
-      TypeError: for a leaf that is no array.
+      TypeError: for a leaf that is no array of numbers.
     """
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    values = [_as_array(value, path_name(path), what) for path, value in with_paths]
+    values = []
+    for path, value in with_paths:
+        array = _as_array(value, path_name(path), what)
+        if isinstance(array, jax.ShapeDtypeStruct) and not shapes_suffice:
+            raise TypeError(
+                f"{what} leaf {path_name(path)} is a ShapeDtypeStruct, a shape "
+                f"without numbers; expected an array. Give the tree that it was made "
+                f"from."
+            )
+        values.append(array)
     moved = [i for i, value in enumerate(values) if not _is_float0(value)]
 
     def rebuild(new: Sequence[Any]) -> PyTree:
@@ -78,6 +89,12 @@ def path_name(path: Any) -> str:
 
 def _as_array(value: Any, path: str, what: str) -> Any:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if not _holds_numbers(value.dtype):
+            raise TypeError(
+                f"{what} leaf {path} has dtype {value.dtype}; expected an array of "
+                f"numbers. Take it out of the tree, or if it is a random key, give "
+                f"jax.random.key_data of it."
+            )
         return value
     if isinstance(value, bool | int | float | complex):
         return np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
@@ -85,6 +102,12 @@ def _as_array(value: Any, path: str, what: str) -> Any:
         f"{what} leaf {path} is a {type(value).__name__}; expected an array. Take it "
         f"out of the tree (for example with equinox.partition or optax.masked)."
     )
+
+
+def _holds_numbers(dtype: Any) -> bool:
+    # Objects, strings and dates, and the dtypes of JAX that NumPy does not have.
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return not extended and np.dtype(dtype).kind not in "OSUmM"
 
 
 def _is_float0(value: Any) -> bool:
@@ -129,16 +152,38 @@ def broadcast_cuts(cuts: CutTree, tree: PyTree, flat: Flat) -> list[CutOption]:
             option for leaf in jax.tree.leaves(subtree) if not _is_passed_over(leaf)
         )
 
-    if cuts is None or isinstance(cuts, str | int) or callable(cuts):
-        return [cuts] * len(flat.leaves)
     try:
-        jax.tree.map(spread, cuts, tree, is_leaf=lambda cut: cut is None)
+        jax.tree.map(spread, cuts, tree, is_leaf=_is_none)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"cuts must be a pytree prefix of the tree (None, 'flat', 'whole', a "
-            f"dimension or a callable, for the whole tree or per subtree): {error}"
+            f"cuts must be a pytree prefix of the tree, but "
+            f"{_difference(cuts, tree) or error}. Give one cut (None, 'flat', "
+            f"'whole', a dimension or a callable) for the whole tree, or a tree of "
+            f"cuts with one for each leaf or subtree."
         ) from error
     return options
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _difference(cuts: CutTree, tree: PyTree) -> str | None:
+    """Returns where `cuts` stops being a prefix of the tree, if paths alone tell."""
+    cut_paths = _paths(cuts)
+    leaf_paths = _paths(tree)
+    for cut in cut_paths:
+        if not any(leaf[: len(cut)] == cut for leaf in leaf_paths):
+            return f"cuts has an entry {path_name(cut)}, which the tree does not have"
+    for leaf in leaf_paths:
+        if not any(leaf[: len(cut)] == cut for cut in cut_paths):
+            return f"cuts has no entry for the leaf {path_name(leaf)}"
+    return None
+
+
+def _paths(tree: PyTree) -> list[Any]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
+    return [path for path, _ in flat]
 
 
 def _is_passed_over(value: Any) -> bool:
@@ -176,6 +221,25 @@ def leaf_spec(
     )
 
 
+def check_width(dtype: str | None, what: str) -> None:
+    """Refuses a 64-bit dtype that JAX would silently narrow.
+
+    Args:
+      dtype: dtype name, or None.
+      what: what has this dtype, for the message.
+
+    Raises:
+      TypeError: if JAX is in 32-bit mode.
+    """
+    if dtype in ("float64", "complex128") and not jax.config.read("jax_enable_x64"):
+        raise TypeError(
+            f"{what} is {dtype}, which JAX would narrow: it is in 32-bit mode and "
+            f"expects at most float32 or complex64. Call "
+            f"jax.config.update('jax_enable_x64', True) first, or ask for a 32-bit "
+            f"dtype."
+        )
+
+
 def make_plan(
     tree: PyTree,
     group_size: int,
@@ -208,7 +272,7 @@ def make_plan(
         raise TypeError(f"group_size={group_size!r}; expected a whole number of ranks.")
     if group_size < 1:
         raise ValueError(f"group_size={group_size}; expected at least 1 rank.")
-    flat = flatten(tree, "tree")
+    flat = flatten(tree, "tree", shapes_suffice=True)
     options = broadcast_cuts(cuts, tree, flat)
     specs = [
         leaf_spec(leaf, option, group_size, policy)
