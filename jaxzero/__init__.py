@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jaxzero._ffi import CUSTOM_CALLS as CUSTOM_CALLS
 from jaxzero._gather_params import gather_params as gather_params
 from jaxzero._plan import Plan as Plan
 from jaxzero._policy import Policy as Policy

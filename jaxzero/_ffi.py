@@ -18,7 +18,7 @@ UNPACK_LEAVES = "jaxzero_unpack_leaves"
 REDUCE_SCATTER = "jaxzero_reduce_scatter"
 ALL_GATHER = "jaxzero_all_gather"
 TEMP = "jaxzero_temp"
-TARGETS = (PACK, UNPACK, UNPACK_LEAVES, REDUCE_SCATTER, ALL_GATHER, TEMP)
+CUSTOM_CALLS = (PACK, UNPACK, UNPACK_LEAVES, REDUCE_SCATTER, ALL_GATHER, TEMP)
 """Custom calls that a program of ours contains; `jax.export` must be told of them."""
 
 

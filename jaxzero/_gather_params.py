@@ -74,7 +74,8 @@ def gather_params(
       ...     lambda s: jaxzero.gather_params(s, like, "data"),
       ...     mesh=mesh, in_specs=P("data"), out_specs=P("data"),
       ... )
-      >>> jax.jit(full)({"w": jnp.ones((2, 3))})["w"].shape
+      >>> shards = jaxzero.shard_params({"w": jnp.ones((2, 3))}, mesh, "data")
+      >>> jax.jit(full)(shards)["w"].shape
       (2, 3)
     """
     axis = bind_axis(axis_name, replicate_axis, "gather_params")

@@ -106,7 +106,9 @@ def shard_grads(
       ...     lambda g: jaxzero.shard_grads(g, "data"),
       ...     mesh=mesh, in_specs=P("data"), out_specs=P("data"),
       ... )
-      >>> print(jax.jit(step)({"w": jnp.arange(4.0)})["w"])
+      >>> grads = {"w": jnp.arange(4.0)}
+      >>> grads = jax.device_put(grads, jax.NamedSharding(mesh, P("data")))
+      >>> print(jax.jit(step)(grads)["w"])
       [0. 1. 2. 3.]
     """
     axis = bind_axis(axis_name, replicate_axis, "shard_grads")

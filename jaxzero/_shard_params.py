@@ -41,8 +41,8 @@ def shard_params(
       >>> import jax, numpy as np, jaxzero
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> sharded = jaxzero.shard_params({"w": np.ones((2, 3))}, mesh, "data")
-      >>> sharded["w"].sharding.spec
-      PartitionSpec('data',)
+      >>> sharded["w"].sharding.shard_shape(sharded["w"].shape)
+      (2, 3)
     """
     names, _ = axis_names(axis_name, None, "shard_params")
     for name in names:

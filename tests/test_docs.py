@@ -1,0 +1,78 @@
+"""The documents do what they say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ["README.md", "BUILD.md"]
+PYTHON_BLOCKS = [
+    pytest.param(block, id=f"{name}-{number}")
+    for name in DOCUMENTS
+    for number, block in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+    )
+]
+MODULES = ["_shard_grads", "_gather_params", "_shard_params", "_tree"]
+
+
+def run(*arguments: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("block", PYTHON_BLOCKS)
+def test_an_example_prints_what_its_comment_says(block: str) -> None:
+    promised = re.findall(r"print\(.*\)  # (.*)", block)
+    assert promised
+    assert run("-c", block).splitlines() == promised
+
+
+def test_readme_has_an_example() -> None:
+    assert any("README" in str(block.id) for block in PYTHON_BLOCKS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples_run(module: str) -> None:
+    program = (
+        f"import doctest, jaxzero.{module} as m; r = doctest.testmod(m);"
+        "assert r.attempted and not r.failed, r"
+    )
+    run("-c", program)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_that_a_document_names_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    scripts = re.findall(r"`(benchmarks/[\w./]+|\.ci/\w+)", text)
+    for path in links + scripts:
+        assert (ROOT / path).exists(), path
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (extras, arguments) = re.findall(
+        r"pip install -e '(\.\[test\])' && \.venv/bin/python (.*)", readme
+    )[0]
+    step = re.search(r"step_test\(\) \{(.*?)\n\}", (ROOT / ".ci/run").read_text(), re.S)
+    assert step is not None
+    assert f"-e '{extras}'" in step[1]
+    assert f'/bin/python" {arguments}' in step[1]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
