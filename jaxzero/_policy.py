@@ -97,8 +97,9 @@ def _checked_dtype(policy: Policy, field: str) -> str:
 
 def _checked_divisor(value: Any) -> float:
     try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
+        # Not float(value), which takes strings of digits too.
+        number: float = value.__float__()
+    except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
             f"Policy divide_by={value!r}; expected a number known at trace time. "
             f"To scale by a traced value, use op='sum' and scale the shards."
