@@ -1,12 +1,16 @@
 """The documents do what they say."""
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from jaxzero.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "BUILD.md"]
@@ -76,3 +80,30 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_of_a_document_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for asked in re.findall(r"\.\[([\w,]+)\]", text):
+        assert set(asked.split(",")) <= set(extras)
+    for module in re.findall(r"python -m (jaxzero[\w.]*)", blocks):
+        assert importlib.util.find_spec(module), module
+    for command in re.findall(r"python -m jaxzero (\w+)", blocks):
+        assert command in COMMANDS
+    for path in re.findall(r"pytest (?:-\S+ )*(tests\S*)", blocks):
+        assert (ROOT / path).exists(), path
+
+
+def test_steps_of_ci_that_the_build_guide_names_exist() -> None:
+    script = (ROOT / ".ci/run").read_text()
+    steps = re.search(r'STEPS="(.*)"', script)
+    assert steps is not None
+    guide = (ROOT / "BUILD.md").read_text()
+    named = re.search(r"`bash \.ci/run (\w+)`((?:,\s+`\w+`)*)", guide)
+    assert named is not None
+    assert [named[1], *re.findall(r"\w+", named[2])] == steps[1].split()
