@@ -34,6 +34,8 @@ class Axis:
       group_size: ranks along `names`.
       replicas: ranks along `replicate`.
       typed: whether values carry varying types here (`check_vma=True`).
+      platform: platform of the mesh's devices, such as "cpu" or "gpu"; None where
+        the mesh names no devices.
     """
 
     names: tuple[str, ...]
@@ -41,6 +43,7 @@ class Axis:
     group_size: int
     replicas: int
     typed: bool
+    platform: str | None = None
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -139,6 +142,7 @@ def bind_axis(axis_name: AxisName, replicate_axis: AxisName | None, call: str) -
         group_size=math.prod(sizes[name] for name in names),
         replicas=math.prod(sizes[name] for name in replicate),
         typed=bool(varying(lax.axis_index(names[0]))),
+        platform=getattr(mesh.abstract_device, "platform", None),
     )
 
 

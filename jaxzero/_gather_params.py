@@ -152,7 +152,7 @@ def _differentiable(
     axis: Axis, specs: Sequence[LeafSpec], shards: Arrays, policy: Policy
 ) -> Any:
     """Returns the gather, with the reduction of `shard_grads` as its transpose."""
-    choice = choose(policy)
+    choice = choose(policy, axis.platform)
     forward_policy = dataclasses.replace(policy, comm_dtype=None, reduction="native")
     plans = {
         name: build_plan(

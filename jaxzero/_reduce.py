@@ -43,7 +43,7 @@ def plan_reduction(
     specs: Sequence[LeafSpec], axis: Axis, policy: Policy, *, accumulates: bool
 ) -> Reduction:
     """Plans a reduction for every transport that may carry it out."""
-    choice = choose(policy)
+    choice = choose(policy, axis.platform)
     plans = {
         name: build_plan(
             specs,

@@ -38,22 +38,38 @@ class Choice:
         )
 
 
-def choose(policy: Policy) -> Choice:
+def choose(policy: Policy, platform: str | None = None) -> Choice:
     """Returns the transports that carry out a call.
 
+    Args:
+      policy: names a transport, or leaves the choice.
+      platform: platform of the mesh's devices, if it is known while tracing.
+
     Raises:
-      NotImplementedError: if the policy names a transport that cannot run here.
+      NotImplementedError: if the policy names a transport that cannot run here, or
+        none can.
     """
+    obstacle = _ffi.cuda_obstacle()
+    on_gpu = platform in ("gpu", "cuda")
+    if obstacle is not None and on_gpu:
+        # Neither transport has kernels for the mesh, and XLA would only say that a
+        # custom call is not registered.
+        raise NotImplementedError(
+            f"the mesh has NVIDIA GPUs, but {obstacle}. Build jaxzero with "
+            f"JAXZERO_CUDA=on (see BUILD.md), or use a mesh of CPU devices."
+        )
     if policy.transport == "xla":
         return Choice(names=("xla",), reason="asked for")
-    obstacle = _ffi.cuda_obstacle()
-    if obstacle is None:
-        if policy.transport == "nccl":
-            return Choice(names=("nccl",), reason="asked for")
-        return Choice(names=("nccl", "xla"), reason="nccl on CUDA, xla elsewhere")
     if policy.transport == "nccl":
-        raise NotImplementedError(
-            f"Policy transport='nccl' cannot run here: {obstacle}. "
-            f"Use transport='xla' or 'auto'."
-        )
-    return Choice(names=("xla",), reason=obstacle)
+        found = obstacle
+        if found is None and platform is not None and not on_gpu:
+            found = f"the mesh has devices of platform {platform!r}"
+        if found is not None:
+            raise NotImplementedError(
+                f"Policy transport='nccl' cannot run here: {found}. "
+                f"Use transport='xla' or 'auto'."
+            )
+        return Choice(names=("nccl",), reason="asked for")
+    if obstacle is not None:
+        return Choice(names=("xla",), reason=obstacle)
+    return Choice(names=("nccl", "xla"), reason="nccl on CUDA, xla elsewhere")
