@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "demo": "train a small transformer with everything sharded, on CPU devices",
+    "doctor": "say what is installed, what works, and how to fix the rest",
 }
 
 HELP = """\
