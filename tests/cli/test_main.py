@@ -10,7 +10,7 @@ def test_help_lists_every_command(
     assert main(arguments) == 0
     text = capsys.readouterr().out
     for name, summary in COMMANDS.items():
-        assert f"  {name}  {summary}\n" in text
+        assert f"  {name:<{max(map(len, COMMANDS))}}  {summary}\n" in text
 
 
 def test_unknown_command_is_one_line_that_lists_the_known(
