@@ -99,8 +99,9 @@ def _as_array(value: Any, path: str, what: str) -> Any:
     if isinstance(value, bool | int | float | complex):
         return np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
     raise TypeError(
-        f"{what} leaf {path} is a {type(value).__name__}; expected an array. Take it "
-        f"out of the tree (for example with equinox.partition or optax.masked)."
+        f"{what} leaf {path} is of type {type(value).__name__}; expected an array. "
+        f"Take it out of the tree (for example with equinox.partition or "
+        f"optax.masked)."
     )
 
 

@@ -274,7 +274,7 @@ def test_leaf_that_is_no_array(mesh):
     with refused(
         TypeError,
         leaf="grads leaf ['name']",
-        found="is a str",
+        found="is of type str",
         expected="expected an array",
         way_out="Take it out of the tree",
     ):
