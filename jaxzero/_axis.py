@@ -105,6 +105,15 @@ class Axis:
         lifted: jax.Array = lax.pcast(value, missing, to="varying")
         return lifted
 
+    def lift_to(self, value: jax.Array, like: Any) -> jax.Array:
+        """Returns the value typed as varying over at least what a type varies over.
+
+        Args:
+          value: the value.
+          like: a result of `jax.typeof`.
+        """
+        return self.lift(value, like.mat.varying)
+
 
 def varying(value: Any) -> frozenset[str]:
     """Returns the mesh axes that a value's type varies over."""

@@ -189,8 +189,8 @@ def _differentiable(
         sums, _stats = reduce_leaves(reduction, cotangents, None, False)
         return (
             [
-                axis.lift(s, t.mat.varying) if axis.typed else s
-                for s, t in zip(sums, types, strict=True)
+                axis.lift_to(total, like)
+                for total, like in zip(sums, types, strict=True)
             ],
         )
 

@@ -183,7 +183,7 @@ def _differentiable(
     def backward(had_into: bool, cotangents: Any) -> tuple[Any, Any]:
         shards, _ = cotangents
         # Zeros stand for the leaves, so that no gradient outlives its reduction.
-        zeros = [axis.lift(jnp.zeros(t.shape, t.dtype), t.mat.varying) for t in types]
+        zeros = [axis.lift_to(jnp.zeros(t.shape, t.dtype), t) for t in types]
         plan = reduction.any_plan
         _, transpose = jax.vjp(lambda leaves: _plain_sum(plan, axis, leaves), zeros)
         return transpose(shards)[0], (shards if had_into else None)
