@@ -1,7 +1,7 @@
 """shard_params, unshard_params: true shapes to global arrays of shards, and back."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,8 +33,8 @@ def shard_params(
       replicated.
 
     Raises:
-      ValueError: for an axis that the mesh does not have or that is named twice, or a
-        cut that does not fit.
+      ValueError: for an axis that the mesh does not have or that is named twice, a cut
+        that does not fit, or a call under `jit`.
       TypeError: for a leaf that is no array.
 
     Example:
@@ -54,6 +54,7 @@ def shard_params(
             )
     group_size = math.prod(mesh.shape[name] for name in names)
     flat = flatten(params, "params")
+    _check_concrete(flat.leaves, "shard_params")
     options = broadcast_cuts(cuts, params, flat)
     return flat.rebuild(
         [
@@ -78,8 +79,9 @@ def unshard_params(shards: PyTree, like: PyTree, *, cuts: CutTree = None) -> PyT
       cuts: as given to `shard_params`.
 
     Raises:
-      ValueError: if the structures differ, or a global array does not have the shape
-        that its true shape and cut give it over the ranks of its sharding.
+      ValueError: if the structures differ, a global array does not have the shape that
+        its true shape and cut give it over the ranks of its sharding, or the call is
+        under `jit`.
 
     Example:
       >>> import jax, numpy as np, jaxzero
@@ -91,6 +93,7 @@ def unshard_params(shards: PyTree, like: PyTree, *, cuts: CutTree = None) -> PyT
     """
     flat_like = flatten(like, "like", shapes_suffice=True)
     flat = match(shards, flat_like, "shards", "like")
+    _check_concrete(flat.leaves, "unshard_params")
     options = broadcast_cuts(cuts, like, flat_like)
     return flat.rebuild(
         [
@@ -109,6 +112,15 @@ def partition_spec(cut: Cut, names: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(
         *(None,) * (cut.dim or 0), names if len(names) > 1 else names[0]
     )
+
+
+def _check_concrete(leaves: Sequence[Leaf], call: str) -> None:
+    for leaf in leaves:
+        if isinstance(leaf.value, jax.core.Tracer):
+            raise ValueError(
+                f"{call}: leaf {leaf.path} is traced; expected an array with values. "
+                f"Call it outside jit, grad, vmap and shard_map."
+            )
 
 
 def _place(leaf: Leaf, cut: Cut, mesh: Mesh, names: tuple[str, ...]) -> jax.Array:
@@ -131,6 +143,9 @@ def _padded(value: np.ndarray, cut: Cut) -> np.ndarray:
 
 
 def _true_leaf(shard: Leaf, true: Leaf, option: Any) -> np.ndarray:
+    if 0 in true.shape and 0 in shard.shape:
+        # XLA replicates an empty result, so its sharding does not tell the ranks.
+        return np.zeros(true.shape, shard.value.dtype)
     ranks = _ranks(shard)
     cut = cut_leaf(option, true.path, true.shape, ranks)
     if shard.shape != cut.global_shape:
