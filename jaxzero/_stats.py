@@ -14,6 +14,8 @@ from jaxzero._plan import Plan
 class Stats(NamedTuple):
     """What `shard_grads(..., with_stats=True)` measures of the tree it returns.
 
+    Constants to differentiation: a loss that holds them has no gradient from them.
+
     Attributes:
       norm: global L2 norm of the returned tree, float32 scalar.
       all_finite: whether every element of it is finite, bool scalar.
