@@ -21,7 +21,7 @@ import jaxzero
 from jaxzero import Policy
 
 examples = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     database=None,
