@@ -134,18 +134,8 @@ def _flat(shape: Shape, group_size: int, reason: str) -> Cut:
 
 
 def _whole(shape: Shape, reason: str) -> Cut:
-    numel = math.prod(shape)
-    return Cut(
-        layout="whole",
-        dim=None,
-        outer=1,
-        length=numel,
-        inner=1,
-        chunk=numel,
-        ranks=1,
-        shard_shape=shape,
-        reason=reason,
-    )
+    on_one_rank = _flat(shape, 1, reason)
+    return dataclasses.replace(on_one_rank, layout="whole", shard_shape=shape)
 
 
 def _along(shape: Shape, dim: int, group_size: int, reason: str) -> Cut:

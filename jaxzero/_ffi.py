@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxzero._dtypes import components
-from jaxzero._plan import Bucket, LeafSpec
+from jaxzero._plan import Bucket, LeafSpec, Slot
 
 PACK = "jaxzero_pack"
 UNPACK = "jaxzero_unpack"
@@ -74,28 +74,34 @@ def slot_table(rows: Sequence[dict[str, int]]) -> np.ndarray:
     return np.array([[row[c] for c in columns] for row in rows], np.int64).reshape(-1)
 
 
+def leaf_row(
+    leaf: LeafSpec, slot: Slot, operand: int, base: int = -1
+) -> dict[str, int]:
+    """Returns a row of a slot table whose operands are leaves."""
+    return {
+        "operand": operand,
+        "outer": leaf.cut.outer,
+        "length": leaf.cut.length,
+        "inner": leaf.cut.inner * components(leaf.dtype),
+        "chunk": leaf.cut.chunk,
+        "begin": slot.begin,
+        "count": slot.count,
+        "row_offset": slot.row_offset,
+        "base": base,
+        "accumulate": 0,
+    }
+
+
 def leaf_slots(
     bucket: Bucket, leaves: Sequence[LeafSpec], bases: Sequence[int] | None = None
 ) -> np.ndarray:
     """Returns the table of a bucket whose operands are its leaves, in slot order."""
-    rows = []
-    for i, slot in enumerate(bucket.slots):
-        leaf = leaves[slot.leaf]
-        rows.append(
-            {
-                "operand": i,
-                "outer": leaf.cut.outer,
-                "length": leaf.cut.length,
-                "inner": leaf.cut.inner * components(leaf.dtype),
-                "chunk": leaf.cut.chunk,
-                "begin": slot.begin,
-                "count": slot.count,
-                "row_offset": slot.row_offset,
-                "base": bases[i] if bases else -1,
-                "accumulate": 0,
-            }
-        )
-    return slot_table(rows)
+    return slot_table(
+        [
+            leaf_row(leaves[slot.leaf], slot, i, bases[i] if bases else -1)
+            for i, slot in enumerate(bucket.slots)
+        ]
+    )
 
 
 def shard_slots(
@@ -108,20 +114,13 @@ def shard_slots(
     """Returns the table of a bucket whose operands are its shards, in slot order."""
     rows = []
     for i, slot in enumerate(bucket.slots):
-        numel = leaves[slot.leaf].shard_components
+        leaf = leaves[slot.leaf]
+        numel = leaf.shard_components
+        # A shard is a leaf that one rank owns all of.
         rows.append(
-            {
-                "operand": i,
-                "outer": 1,
-                "length": numel,
-                "inner": 1,
-                "chunk": numel,
-                "begin": slot.begin,
-                "count": slot.count,
-                "row_offset": slot.row_offset,
-                "base": bases[i] if bases else -1,
-                "accumulate": int(accumulate),
-            }
+            leaf_row(leaf, slot, i, bases[i] if bases else -1)
+            | {"outer": 1, "length": numel, "inner": 1, "chunk": numel}
+            | {"accumulate": int(accumulate)}
         )
     return slot_table(rows)
 

@@ -18,7 +18,6 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxzero import _ffi
 from jaxzero._axis import Axis
-from jaxzero._dtypes import component_dtype, components
 from jaxzero._plan import Bucket, LeafSpec, Plan
 
 Operands = Sequence[jax.Array]
@@ -41,7 +40,7 @@ def reduce_scatter(
     sent = [i for i, spec in enumerate(plan.leaves) if not spec.empty]
     if not sent:
         return [_empty_shard(spec) for spec in plan.leaves], []
-    tables = _Tables.of(plan, axis, plan.buckets, sent, accumulates=into is not None)
+    tables = _Tables.of(plan, axis, plan.buckets, sent)
     names = _names(plan, axis)
     operands = [leaves[i] for i in sent]
     if into is not None:
@@ -110,7 +109,7 @@ def _gather(
     """Returns the leaves `sent` from their shards."""
     if not sent:
         return []
-    tables = _Tables.of(plan, axis, travelling, sent, accumulates=False)
+    tables = _Tables.of(plan, axis, travelling, sent)
     further = frozenset(name for i in sent for name in plan.leaves[i].varying)
     names = frozenset(axis.names) | further
     temp_bytes = _ffi.cuda_module().gather_temp_bytes(
@@ -170,8 +169,6 @@ class _Tables:
         axis: Axis,
         buckets: Sequence[Bucket],
         sent: Sequence[int],
-        *,
-        accumulates: bool,
     ) -> "_Tables":
         operand = {leaf: i for i, leaf in enumerate(sent)}
         used = {bucket.collective for bucket in buckets}
@@ -184,7 +181,7 @@ class _Tables:
 
         return _Tables(
             slots=_ffi.slot_table(_slot_rows(plan, buckets, operand)),
-            buckets=_bucket_table(plan, buckets, accumulates),
+            buckets=_bucket_table(buckets),
             group_size=plan.group_size,
             replicas=plan.replicas,
             shard_groups=groups(axis.names, scatters),
@@ -199,31 +196,15 @@ class _Tables:
 def _slot_rows(
     plan: Plan, buckets: Sequence[Bucket], operand: dict[int, int]
 ) -> list[dict[str, int]]:
-    rows = []
-    for bucket in buckets:
-        for slot in bucket.slots:
-            leaf = plan.leaves[slot.leaf]
-            rows.append(
-                {
-                    "operand": operand[slot.leaf],
-                    "outer": leaf.cut.outer,
-                    "length": leaf.cut.length,
-                    "inner": leaf.cut.inner * components(leaf.dtype),
-                    "chunk": leaf.cut.chunk,
-                    "begin": slot.begin,
-                    "count": slot.count,
-                    "row_offset": slot.row_offset,
-                    # Accumulators are found by their leaf.
-                    "base": -1,
-                    "accumulate": 0,
-                }
-            )
-    return rows
+    """Returns the slots of all buckets; accumulators are found by their leaf."""
+    return [
+        _ffi.leaf_row(plan.leaves[slot.leaf], slot, operand[slot.leaf])
+        for bucket in buckets
+        for slot in bucket.slots
+    ]
 
 
-def _bucket_table(
-    plan: Plan, buckets: Sequence[Bucket], accumulates: bool
-) -> np.ndarray:
+def _bucket_table(buckets: Sequence[Bucket]) -> np.ndarray:
     module = _ffi.cuda_module()
     codes = module.bucket_codes()
     columns = module.bucket_columns()
@@ -240,21 +221,11 @@ def _bucket_table(
             "slot_begin": slot_begin,
             "slot_count": len(bucket.slots),
             "pre_scale_exponent": int(math.log2(bucket.pre_scale)),
-            "lands": int(not accumulates and _lands(plan, bucket)),
+            "lands": int(bucket.in_place),
         }
         slot_begin += len(bucket.slots)
         rows.append([row[column] for column in columns])
     return np.array(rows, np.int64).reshape(-1)
-
-
-def _lands(plan: Plan, bucket: Bucket) -> bool:
-    """Says whether a shard can receive its sum, instead of temporary memory."""
-    shard_dtype = component_dtype(plan.leaves[bucket.slots[0].leaf].shard_dtype)
-    return (
-        bucket.kind == "direct"
-        and bucket.recv_rows == 1
-        and shard_dtype == bucket.comm_dtype
-    )
 
 
 def _call(

@@ -57,8 +57,21 @@ class _Partial:
     into: Operands | None
     done: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
-    def base(self, leaf: int) -> jax.Array | None:
-        """Returns the array that the next write of this leaf goes into."""
+    def bases(self, bucket: Bucket) -> "_Bases":
+        """Returns the arrays that the bucket's next write goes into."""
+        found = [self._base(slot.leaf) for slot in bucket.slots]
+        count = itertools.count()
+        return _Bases(
+            operands=[base for base in found if base is not None],
+            numbers=[-1 if base is None else next(count) for base in found],
+        )
+
+    def write(self, bucket: Bucket, results: Operands) -> None:
+        """Takes the results of a call, in slot order."""
+        for slot, result in zip(bucket.slots, results, strict=True):
+            self.done[slot.leaf] = result
+
+    def _base(self, leaf: int) -> jax.Array | None:
         if leaf in self.done:
             return self.done[leaf]
         return None if self.into is None else self.into[leaf]
@@ -68,6 +81,24 @@ class _Partial:
         if leaf in self.done:
             return self.done[leaf]
         return jnp.zeros(shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Bases:
+    """Arrays that a call writes into.
+
+    Attributes:
+      operands: those that exist, in slot order: operands 1, 2, ... of the call.
+      numbers: per slot its position among them, or -1.
+    """
+
+    operands: list[jax.Array]
+    numbers: list[int]
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """The operands that share memory with a result; operand 0 is the rows."""
+        return {1 + j: i for i, j in enumerate(self.numbers) if j >= 0}
 
 
 def _reduced_rows(
@@ -136,36 +167,23 @@ def _unpack(
 ) -> jax.Array:
     """Writes the bucket's shards into `shards`; returns its statistics."""
     specs = [plan.leaves[slot.leaf] for slot in bucket.slots]
-    bases = [shards.base(slot.leaf) for slot in bucket.slots]
-    present = [base for base in bases if base is not None]
-    base_of = _positions(bases)
-    # Operand 0 is the rows, so base j is operand 1 + j.
-    aliases = {1 + j: i for i, j in enumerate(base_of) if j >= 0}
+    bases = shards.bases(bucket)
     names = axis.shard_axes(bucket.whole, bucket.varying)
     results = [axis.result(s.cut.shard_shape, s.shard_dtype, names) for s in specs]
-    if bucket.in_place:
-        aliases = {0: 0}
     *written, stats = _ffi.call(
         _ffi.UNPACK,
         [*results, axis.result((2,), "float32", names)],
-        [axis.lift(value, names) for value in (rows, *present)],
-        aliases=aliases,
+        [axis.lift(value, names) for value in (rows, *bases.operands)],
+        aliases={0: 0} if bucket.in_place else bases.aliases,
         slots=_ffi.shard_slots(
-            bucket, plan.leaves, base_of, accumulate=shards.into is not None
+            bucket, plan.leaves, bases.numbers, accumulate=shards.into is not None
         ),
         num_rows=np.int64(num_rows),
         divisor=np.float64(plan.divisor * bucket.pre_scale),
         with_stats=np.int64(with_stats),
     )
-    for slot, result in zip(bucket.slots, written, strict=True):
-        shards.done[slot.leaf] = result
+    shards.write(bucket, written)
     return stats
-
-
-def _positions(bases: Sequence[jax.Array | None]) -> list[int]:
-    """Returns the position of each base among those that exist, else -1."""
-    count = itertools.count()
-    return [-1 if base is None else next(count) for base in bases]
 
 
 def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
@@ -223,20 +241,17 @@ def _gather_packed(
         pre_scale=np.float64(1.0),
     )
     rows = lax.all_gather(row, axis.names, axis=0, tiled=True)
-    bases = [leaves.base(slot.leaf) for slot in bucket.slots]
-    present = [base for base in bases if base is not None]
-    base_of = _positions(bases)
+    bases = leaves.bases(bucket)
     *results, done = _ffi.call(
         _ffi.UNPACK_LEAVES,
         [
             *(axis.result(spec.shape, spec.dtype, names) for spec in specs),
             axis.result((1,), "float32", names),
         ],
-        [axis.lift(value, names) for value in (rows, *present)],
-        aliases={1 + j: i for i, j in enumerate(base_of) if j >= 0},
-        slots=_ffi.leaf_slots(bucket, plan.leaves, base_of),
+        [axis.lift(value, names) for value in (rows, *bases.operands)],
+        aliases=bases.aliases,
+        slots=_ffi.leaf_slots(bucket, plan.leaves, bases.numbers),
         group_size=np.int64(bucket.send_rows),
     )
-    for slot, result in zip(bucket.slots, results, strict=True):
-        leaves.done[slot.leaf] = result
+    leaves.write(bucket, results)
     return done
