@@ -29,7 +29,7 @@ limited() {
 launch() {
   local ranks=$1
   shift
-  python3 -m jaxzero.testing.launch -n "$ranks" --platform cuda --timeout 270 -- "$@"
+  python3 -m jaxzero.testing.launch -n "$ranks" --platform cuda --timeout 400 -- "$@"
 }
 export -f launch
 
@@ -47,9 +47,9 @@ step_ranks() {
   # At the same time: they mostly compile, and the processors are many.
   local ranks
   for ranks in $RANKS; do
-    limited "test_$ranks" 280 bash -c "launch $ranks pytest tests/cuda -m gpu -q" &
+    limited "test_$ranks" 410 bash -c "launch $ranks pytest tests/cuda -m gpu -q" &
   done
-  limited multihost_4 280 bash -c "launch 4 pytest tests/multihost -q" &
+  limited multihost_4 410 bash -c "launch 4 pytest tests/multihost -q" &
   wait
   limited smoke_8 180 bash -c \
     "launch 8 pytest tests/cuda -m gpu -q -k 'exact and defaults'"
