@@ -39,7 +39,7 @@ UPWARD = {("_plan", "_plan_table")}
 """Inside a function, when a plan is printed."""
 
 COMMANDS = {
-    "doctor": {"_ffi", "_transports"},
+    "doctor_install": {"_ffi", "_transports"},
 }
 """Private files of the library that a command may use; others use `jaxzero` only."""
 

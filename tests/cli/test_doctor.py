@@ -14,7 +14,13 @@ import pytest
 
 import jaxzero
 from jaxzero import _ffi
-from jaxzero._cli import doctor
+from jaxzero._cli import (
+    doctor,
+    doctor_fact,
+    doctor_install,
+    doctor_libnccl,
+    doctor_machine,
+)
 
 MAPS = """\
 7f0000000000-7f0000001000 r-xp 00000000 08:01 11    /a b/nccl/lib/libnccl.so.2
@@ -37,7 +43,7 @@ def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 @pytest.fixture
 def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(doctor_machine, "has_nvidia_driver", lambda: False)
 
 
 @pytest.fixture
@@ -136,7 +142,7 @@ def test_check_that_cannot_be_made_does_not_stop_the_others(
     def fail() -> None:
         raise OSError("unreadable")
 
-    monkeypatch.setattr(doctor, "_transport", fail)
+    monkeypatch.setattr(doctor_install, "transport", fail)
     code, text = report()
     assert code == 1
     assert "\ntransport: OSError: unreadable\n  fix: " in text
@@ -149,9 +155,9 @@ def test_missing_cuda_module_is_a_problem_only_with_a_gpu(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(_ffi, "cuda_obstacle", lambda: "no CUDA module")
-    [fact] = doctor._cuda_module(machine(has_gpu=has_gpu))
+    [fact] = doctor_install.cuda_module(has_gpu=has_gpu)
     assert fact.value == "none: no CUDA module"
-    assert fact.fix == (doctor.BUILD_CUDA if has_gpu else None)
+    assert fact.fix == (doctor_install.BUILD_CUDA if has_gpu else None)
 
 
 def test_cuda_module_says_what_it_was_built_with(
@@ -165,7 +171,7 @@ def test_cuda_module_says_what_it_was_built_with(
     monkeypatch.setitem(sys.modules, "jaxzero._cuda", module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(_ffi, "cuda_obstacle", lambda: None)
-    [fact] = doctor._cuda_module(machine(has_gpu=True))
+    [fact] = doctor_install.cuda_module(has_gpu=True)
     assert fact.value == (
         "ok, /somewhere/_cuda.so, built with CUDA 13.1 and the headers of NCCL 2.32.3"
         " for architectures 80-real 90-real"
@@ -175,56 +181,57 @@ def test_cuda_module_says_what_it_was_built_with(
 
 def test_missing_cpu_module_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jaxzero._cpu", None)
-    [fact] = doctor._cpu_module()
+    [fact] = doctor_install.cpu_module()
     assert fact.value.startswith("ModuleNotFoundError")
-    assert fact.fix == doctor.REINSTALL
+    assert fact.fix == doctor_fact.REINSTALL
 
 
 def test_gpu_that_jax_does_not_see_needs_the_plugin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor, "_installed_plugins", lambda: [])
-    [fact] = doctor._plugin(machine(has_gpu=True))
-    assert fact.fix == doctor.INSTALL_PLUGIN
-    [fact] = doctor._plugin(machine(has_gpu=False))
+    monkeypatch.setattr(doctor_machine, "installed_plugins", lambda: [])
+    [fact] = doctor_machine.plugin(machine(has_gpu=True))
+    assert fact.fix == doctor_fact.INSTALL_PLUGIN
+    [fact] = doctor_machine.plugin(machine(has_gpu=False))
     assert fact.fix is None
 
 
 def test_finds_every_copy_of_libnccl_and_warns_of_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copies = doctor._mapped_libnccl(MAPS)
+    copies = doctor_libnccl.mapped_libnccl(MAPS)
     assert copies == ["/a b/nccl/lib/libnccl.so.2", "/other/libnccl.so.2.32.3"]
-    monkeypatch.setattr(doctor, "_loaded_version", lambda _: "2.32.3")
-    two_gpus = machine(gpu(8.0), gpu(8.0))
+    monkeypatch.setattr(doctor_libnccl, "loaded_version", lambda _: "2.32.3")
     for found, fix in (
-        (copies, doctor.ONE_LIBNCCL),
+        (copies, doctor_libnccl.ONE_LIBNCCL),
         (copies[:1], None),
-        ([], doctor.INSTALL_PLUGIN),
+        ([], doctor_fact.INSTALL_PLUGIN),
     ):
-        monkeypatch.setattr(doctor, "_mapped_libnccl", lambda _, found=found: found)
-        [fact] = doctor._libnccl(two_gpus)
+        monkeypatch.setattr(
+            doctor_libnccl, "mapped_libnccl", lambda _, found=found: found
+        )
+        [fact] = doctor_libnccl.libnccl(2)
         assert fact.fix == fix
-    [fact] = doctor._libnccl(machine(gpu(8.0)))
+    [fact] = doctor_libnccl.libnccl(1)
     assert fact.fix is None
-    assert list(doctor._libnccl(machine(has_gpu=False))) == []
+    assert list(doctor_libnccl.libnccl(0)) == []
 
 
 def test_latency_hiding_is_noted_for_gpus_before_hopper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert list(doctor._latency_hiding(machine(gpu(9.0)))) == []
+    assert list(doctor_machine.latency_hiding(machine(gpu(9.0)))) == []
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    [fact] = doctor._latency_hiding(machine(gpu(8.0)))
+    [fact] = doctor_machine.latency_hiding(machine(gpu(8.0)))
     assert fact.value.startswith("off by default")
     assert fact.fix is None
-    monkeypatch.setenv("XLA_FLAGS", f"{doctor.LATENCY_HIDING}=true")
-    [fact] = doctor._latency_hiding(machine(gpu(8.0)))
+    monkeypatch.setenv("XLA_FLAGS", f"{doctor_machine.LATENCY_HIDING}=true")
+    [fact] = doctor_machine.latency_hiding(machine(gpu(8.0)))
     assert fact.value == "on (XLA_FLAGS)"
 
 
-def machine(*devices: Any, has_gpu: bool = True) -> doctor.Machine:
-    return doctor.Machine(devices=devices, error=None, has_gpu=has_gpu)
+def machine(*devices: Any, has_gpu: bool = True) -> doctor_machine.Machine:
+    return doctor_machine.Machine(devices=devices, error=None, has_gpu=has_gpu)
 
 
 def gpu(capability: float) -> SimpleNamespace:

@@ -1,0 +1,75 @@
+"""`doctor`'s self-test: one small reduction over all local devices, checked."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxzero
+from jaxzero._cli.doctor_fact import CHECK_PLATFORMS, REINSTALL, REPORT, Fact, one_line
+from jaxzero._cli.doctor_machine import Machine
+
+AFTER_CUDA_FAILURE = (
+    "set NCCL_DEBUG=INFO and run this again; until it passes, use"
+    " Policy(transport='xla')"
+)
+
+
+def self_test(machine: Machine) -> Iterator[Fact]:
+    key = "self-test"
+    if not machine.devices:
+        yield Fact(key=key, value="not run: JAX has no devices", fix=CHECK_PLATFORMS)
+        return
+    try:
+        difference = _difference(machine.devices)
+    except Exception as error:
+        fix = AFTER_CUDA_FAILURE if machine.cuda_devices else REINSTALL
+        yield Fact(key=key, value=one_line(error), fix=fix)
+        return
+    yield Fact(key=key, value=difference or "ok", fix=REPORT if difference else None)
+
+
+def _difference(devices: Sequence[Any]) -> str | None:
+    """Sums, shards and gathers a tree; returns how it differs from NumPy's sum."""
+    ranks = len(devices)
+    # One leaf that is cut by rows, and one that is cut flat with padding.
+    shapes = {"rows": (2 * ranks, 3), "flat": (2 * ranks + 1,)}
+    dtypes = {"rows": jax.numpy.bfloat16, "flat": jax.numpy.float32}
+    random = np.random.default_rng(0)
+    # Small whole numbers: their sums are exact in any order.
+    grads = {
+        name: random.integers(-2, 3, (ranks, *shape)).astype(dtypes[name])
+        for name, shape in shapes.items()
+    }
+    like = {
+        name: jax.ShapeDtypeStruct(shape, dtypes[name])
+        for name, shape in shapes.items()
+    }
+    mesh = Mesh(np.array(devices), ("rank",))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P("rank"), out_specs=P("rank")
+    )
+    def step(grads: Any) -> tuple[Any, Any]:
+        local = jax.tree.map(lambda leaf: leaf[0], grads)
+        shards = jaxzero.shard_grads(local, "rank", policy=jaxzero.Policy(op="sum"))
+        full = jaxzero.gather_params(shards, like, "rank")
+        return shards, jax.tree.map(lambda leaf: leaf[None], full)
+
+    shards, full = step(jax.device_put(grads, NamedSharding(mesh, P("rank"))))
+    for name in shapes:
+        total = grads[name].astype(np.float64).sum(0)
+        found = np.asarray(shards[name], np.float64).ravel()
+        expected = np.pad(total.ravel(), (0, found.size - total.size))
+        wrong = np.count_nonzero(found != expected)
+        if wrong:
+            return f"reduce-scatter: {wrong} of {found.size} elements differ in {name}"
+        wrong = np.count_nonzero(np.asarray(full[name], np.float64) != total)
+        if wrong:
+            return f"all-gather: {wrong} of {full[name].size} elements differ in {name}"
+    return None
