@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
 
 from jaxzero._cli import doctor_install, doctor_libnccl, doctor_machine
-from jaxzero._cli.arguments import Parser
+from jaxzero._cli.arguments import Parser, whole_number
 from jaxzero._cli.doctor_fact import Fact, as_text, guarded, summary
+from jaxzero._cli.doctor_limit import TimeLimit
 from jaxzero._cli.doctor_self_test import self_test
 
 DESCRIPTION = """\
@@ -29,19 +32,32 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--timeout",
+        type=whole_number(1),
+        default=120,
+        metavar="SECONDS",
+        help="the most that the self-test may take (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
+    limit = TimeLimit(options.timeout)
     facts = []
-    for fact in examine():
+    for fact in examine(limit):
         facts.append(fact)
         if not options.json:
             # At once: a later check may take long, or the process with it.
             print(as_text(fact), flush=True)
     if options.json:
         print(json.dumps(summary(facts)))
-    return int(any(fact.fix for fact in facts))
+    exit_code = int(any(fact.fix for fact in facts))
+    if limit.was_exceeded:
+        # At a normal exit JAX would wait for the devices that hang.
+        sys.stdout.flush()
+        os._exit(exit_code)
+    return exit_code
 
 
-def examine() -> Iterator[Fact]:
+def examine(limit: TimeLimit) -> Iterator[Fact]:
     """Makes every check; none of them can keep the others from being made."""
     yield from guarded("versions", doctor_install.versions)
     machine = doctor_machine.find_machine()
@@ -55,6 +71,6 @@ def examine() -> Iterator[Fact]:
         "latency hiding scheduler", doctor_machine.latency_hiding, machine
     )
     # XLA loads libnccl for its first collective, which is this one.
-    tested = list(guarded("self-test", self_test, machine))
+    tested = list(guarded("self-test", self_test, machine, limit))
     yield from guarded("libnccl", doctor_libnccl.libnccl, len(machine.cuda_devices))
     yield from tested
