@@ -54,3 +54,26 @@ ffi::ErrorOr<Ring> Get(CommunicatorContext& context,
 }
 
 }  // namespace jaxzero
+
+namespace xla::ffi {
+
+std::optional<::jaxzero::OfferedCollectives>
+CtxDecoding<::jaxzero::OfferedCollectives>::Decode(
+    const XLA_FFI_Api* api, XLA_FFI_InvokeContext* context,
+    DiagnosticEngine& diagnostic) {
+  XLA_FFI_InvokeContext_FindExtension_Args args = {};
+  args.struct_size = XLA_FFI_InvokeContext_FindExtension_Args_STRUCT_SIZE;
+  args.ctx = context;
+  args.extension_type = ::jaxzero::Collectives::kExtensionType;
+  XLA_FFI_Error* error = api->XLA_FFI_InvokeContext_FindExtension(&args);
+  if (error != nullptr) {
+    diagnostic.Emit(internal::GetErrorMessage(api, error));
+    internal::DestroyError(api, error);
+    return std::nullopt;
+  }
+  if (args.extension == nullptr) return Type{false, 0, 0};
+  const XLA_FFI_ExtensionId& id = args.extension->id;
+  return Type{true, id.major_version, id.minor_version};
+}
+
+}  // namespace xla::ffi

@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "cuda/nccl.h"
 #include "xla/ffi/api/collectives_api.h"
@@ -27,6 +28,15 @@ struct Collectives
   }
 };
 
+// What XLA offers of the extension, also if it is nothing that works here.
+struct OfferedCollectives {
+  bool found;
+  int32_t major;
+  int32_t minor;
+
+  bool supported() const { return found && Collectives::Support(major, minor); }
+};
+
 // All groups of a mesh along some axes, by position in the mesh. The order
 // inside a group is the order of its ranks.
 struct ReplicaGroups {
@@ -43,5 +53,20 @@ struct ReplicaGroups {
                               const ReplicaGroups& groups, cudaStream_t stream);
 
 }  // namespace jaxzero
+
+namespace xla::ffi {
+
+// Unlike the decoding of Extension<Collectives>, this one takes any version,
+// and none.
+template <>
+struct CtxDecoding<::jaxzero::OfferedCollectives> {
+  using Type = ::jaxzero::OfferedCollectives;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api,
+                                    XLA_FFI_InvokeContext* context,
+                                    DiagnosticEngine& diagnostic);
+};
+
+}  // namespace xla::ffi
 
 #endif  // JAXZERO_CUDA_COMMUNICATOR_H_

@@ -9,6 +9,7 @@
 #include "core/bucket.h"
 #include "core/plan.h"
 #include "cuda/all_gather.h"
+#include "cuda/communicator.h"
 #include "cuda/error.h"
 #include "cuda/fused_call.h"
 #include "cuda/launcher.h"
@@ -77,6 +78,29 @@ XLA_FFI_DEFINE_HANDLER(
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::AnyBuffer>()    // orders it, not read
         .Ret<ffi::AnyBuffer>());  // the temp
+
+// For `doctor`: writes whether XLA's collectives extension is there and fits,
+// and its version. Only a handler that runs sees the extension.
+ffi::Error WriteOffer(cudaStream_t stream, OfferedCollectives offered,
+                      ffi::Result<ffi::BufferR1<ffi::S32>> result) {
+  const int32_t numbers[] = {offered.found, offered.supported(), offered.major,
+                             offered.minor};
+  if (result->element_count() != std::size(numbers)) {
+    return Invalid("result: found ", result->element_count(),
+                   " elements, expected ", std::size(numbers));
+  }
+  // CUDA has read memory that is not pinned when the call returns.
+  return CheckCuda(
+      cudaMemcpyAsync(result->typed_data(), numbers, sizeof(numbers),
+                      cudaMemcpyHostToDevice, stream),
+      "copying the version of an extension");
+}
+
+XLA_FFI_DEFINE_HANDLER(kCollectivesProbe, WriteOffer,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<OfferedCollectives>()
+                           .Ret<ffi::BufferR1<ffi::S32>>());  // four numbers
 
 nb::capsule Capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -187,9 +211,18 @@ NB_MODULE(_cuda, m) {
       nb::arg("slots"), nb::arg("buckets"), nb::arg("group_size"),
       "Returns the size of the last operand of jaxzero_all_gather.");
 
+  m.def(
+      "collectives_probe", [] { return Capsule(kCollectivesProbe); },
+      nb::sig("def collectives_probe() -> object"),
+      "Returns a handler of four int32 numbers: whether XLA offers its "
+      "collectives extension, whether that works here, its major and minor "
+      "version.");
+
   // What `doctor` reports of a build.
   m.attr("cuda_version") = CUDART_VERSION;
   m.attr("nccl_header_version") = NCCL_VERSION_CODE;
+  m.attr("collectives_version") =
+      nb::make_tuple(Collectives::kMajorVersion, Collectives::kMinorVersion);
   m.attr("architectures") = JAXZERO_CUDA_ARCHITECTURES;
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxzero._cli import doctor_install, doctor_libnccl, doctor_machine
 from jaxzero._cli.arguments import Parser, whole_number
+from jaxzero._cli.doctor_collectives import collectives
 from jaxzero._cli.doctor_fact import Fact, as_text, guarded, summary
 from jaxzero._cli.doctor_limit import TimeLimit
 from jaxzero._cli.doctor_self_test import self_test
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         type=whole_number(1),
         default=120,
         metavar="SECONDS",
-        help="the most that the self-test may take (default: %(default)s)",
+        help="the most that each check on devices may take (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     limit = TimeLimit(options.timeout)
@@ -65,6 +66,9 @@ def examine(limit: TimeLimit) -> Iterator[Fact]:
     yield from guarded("devices", doctor_machine.devices, machine)
     yield from guarded("CPU module", doctor_install.cpu_module)
     yield from guarded("CUDA module", doctor_install.cuda_module, machine.has_gpu)
+    yield from guarded(
+        "collectives extension", collectives, machine.cuda_devices, limit
+    )
     yield from guarded("transport", doctor_install.transport)
     yield from guarded("environment", doctor_install.environment)
     yield from guarded(

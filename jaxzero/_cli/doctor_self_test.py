@@ -70,15 +70,18 @@ def _difference(
 
     mesh = Mesh(np.array(devices), ("rank",))
 
+    group = f"{ranks} device{'s' * (ranks > 1)}"
+
     def run(collective: str, function: Callable[[Any], Any], operands: Any) -> Any:
         mapped = jax.jit(
             jax.shard_map(function, mesh=mesh, in_specs=P("rank"), out_specs=P("rank"))
         )
-        enter_step(f"compiling the {collective} over {ranks} devices")
+        enter_step(f"compiling the {collective} over {group}")
         program = mapped.lower(operands).compile()
-        enter_step(f"{collective} over {ranks} devices")
+        enter_step(f"{collective} over {group}")
         return jax.block_until_ready(program(operands))
 
+    enter_step(f"a copy to {group}")
     grads_on_devices = jax.device_put(grads, NamedSharding(mesh, P("rank")))
     shards = run("reduce-scatter", scatter, grads_on_devices)
     for name, total in totals.items():
