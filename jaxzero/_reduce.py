@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxzero._axis import Axis, mask_to_first
 from jaxzero._cut import Cut, Shape
+from jaxzero._debug import log_nonfinite
 from jaxzero._plan import LIMITS, LeafSpec, Plan, build_plan
 from jaxzero._policy import Policy
 from jaxzero._stats import of_rank
@@ -73,6 +74,7 @@ def reduce_leaves(
       Shards in plan order, and what `of_rank` measures of them, if asked for.
     """
     plan, axis = reduction.any_plan, reduction.axis
+    log_nonfinite(axis, [spec.path for spec in plan.leaves], leaves)
     prepared = [
         _prepare(plan, axis, spec, leaf)
         for spec, leaf in zip(plan.leaves, leaves, strict=True)

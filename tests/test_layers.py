@@ -24,6 +24,7 @@ LAYERS: dict[str, set[str]] = {
     "_axis": {"jax", "numpy"},
     "_ffi": {"jax", "numpy"},
     "_stats": {"jax"},
+    "_debug": {"jax", "numpy"},
     "_transports.xla": {"jax", "numpy"},
     "_transports.nccl": {"jax", "numpy"},
     "_transports": {"jax"},
