@@ -4,6 +4,12 @@ from importlib.metadata import version as _version
 
 from jaxzero._ffi import CUSTOM_CALLS as CUSTOM_CALLS
 from jaxzero._gather_params import gather_params as gather_params
+from jaxzero._loss_scale import LossScale as LossScale
+from jaxzero._loss_scale import LossScaleState as LossScaleState
+from jaxzero._norm import all_finite as all_finite
+from jaxzero._norm import global_norm as global_norm
+from jaxzero._norm_clip import GradientTransformation as GradientTransformation
+from jaxzero._norm_clip import clip_by_global_norm as clip_by_global_norm
 from jaxzero._plan import Plan as Plan
 from jaxzero._policy import Policy as Policy
 from jaxzero._shard_grads import shard_grads as shard_grads

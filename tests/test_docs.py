@@ -21,7 +21,15 @@ PYTHON_BLOCKS = [
         re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     )
 ]
-MODULES = ["_shard_grads", "_gather_params", "_shard_params", "_tree"]
+MODULES = [
+    "_shard_grads",
+    "_gather_params",
+    "_shard_params",
+    "_tree",
+    "_norm",
+    "_norm_clip",
+    "_loss_scale",
+]
 
 
 def run(*arguments: str) -> str:

@@ -11,10 +11,16 @@ import jaxzero
 
 PUBLIC = {
     "CUSTOM_CALLS",
+    "GradientTransformation",
+    "LossScale",
+    "LossScaleState",
     "Plan",
     "Policy",
     "Stats",
+    "all_finite",
+    "clip_by_global_norm",
     "gather_params",
+    "global_norm",
     "make_plan",
     "shard_grads",
     "shard_params",

@@ -32,6 +32,10 @@ LAYERS: dict[str, set[str]] = {
     "_shard_grads": set(),
     "_gather_params": {"jax"},
     "_shard_params": {"jax", "numpy"},
+    "_l2": {"jax"},
+    "_norm": {"jax"},
+    "_norm_clip": {"jax"},
+    "_loss_scale": {"jax", "numpy"},
     "": set(),
 }
 """The library, from the bottom to `jaxzero` itself."""

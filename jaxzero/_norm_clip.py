@@ -1,0 +1,130 @@
+"""clip_by_global_norm: one limit for the norm of a tree that is spread over ranks."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxzero._axis import Axis, AxisName, bind_axis, varying
+from jaxzero._cut import CutTree
+from jaxzero._l2 import divided
+from jaxzero._norm import tree_norm
+from jaxzero._policy import Policy
+from jaxzero._tree import Leaf, PyTree, flatten
+
+
+class GradientTransformation(NamedTuple):
+    """An optimizer step in the form that `optax.chain` takes.
+
+    Attributes:
+      init: from parameters to a state.
+      update: from updates, state and parameters to new updates and a new state.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
+
+
+def clip_by_global_norm(
+    max_norm: float,
+    axis_name: AxisName,
+    *,
+    like: PyTree | None = None,
+    policy: Policy = Policy(),  # noqa: B008  (frozen)
+    cuts: CutTree = None,
+) -> GradientTransformation:
+    """Scales shards so that the norm of the whole tree is at most `max_norm`.
+
+    What `optax.clip_by_global_norm` does to the unsharded tree, for use in
+    `optax.chain` inside `jax.shard_map` over the axis. Trees whose norm is below the
+    limit, or zero, stay as they are, bit for bit. An infinite or NaN norm does not
+    raise; see `all_finite`.
+
+    Args:
+      max_norm: the limit, a finite number above 0 known at trace time.
+      axis_name: as for `global_norm`.
+      like: as for `global_norm`; needed where it is.
+      policy: as for `global_norm`.
+      cuts: as for `global_norm`.
+
+    Returns:
+      A pair of functions `init` and `update`. `update` returns shards in the dtypes
+      it is given, and raises what `global_norm` raises.
+
+    Raises:
+      ValueError: for a limit that is not finite or not above 0.
+      TypeError: for a limit that is no number known at trace time.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxzero
+      >>> from jax.sharding import PartitionSpec as P
+      >>> clip = jaxzero.clip_by_global_norm(1.0, "data")
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> clipped = jax.shard_map(
+      ...     lambda g: clip.update(g, clip.init(g))[0],
+      ...     mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+      ... )
+      >>> tree = {"w": jnp.full(4, 8.0)}
+      >>> print(jax.jit(clipped)(jaxzero.shard_params(tree, mesh, "data"))["w"])
+      [0.5 0.5 0.5 0.5]
+    """
+    limit = _checked_limit(max_norm)
+
+    def init(params: PyTree) -> PyTree:
+        del params
+        return ()
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None
+    ) -> tuple[PyTree, PyTree]:
+        del params
+        call = "clip_by_global_norm"
+        norm = tree_norm(updates, axis_name, like, policy, cuts, call)
+        axis = bind_axis(axis_name, None, call)
+        flat = flatten(updates, "tree")
+        clipped = [_clipped(axis, leaf, norm, limit) for leaf in flat.leaves]
+        return flat.rebuild(clipped), state
+
+    return GradientTransformation(init, update)
+
+
+def _checked_limit(value: Any) -> float:
+    fix = "expected a finite number above 0, known at trace time"
+    try:
+        # Not float(value), which takes strings of digits too.
+        number: float = value.__float__()
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"clip_by_global_norm: max_norm={value!r}; {fix}, such as 1.0."
+        ) from error
+    if isinstance(value, bool) or not math.isfinite(number) or number <= 0:
+        raise ValueError(
+            f"clip_by_global_norm: max_norm={value!r}; {fix}. To leave gradients "
+            f"unclipped, leave the transform out."
+        )
+    return number
+
+
+def _clipped(axis: Axis, leaf: Leaf, norm: jax.Array, limit: float) -> jax.Array:
+    value = jnp.asarray(leaf.value)
+    if value.size == 0:
+        # A constant, because XLA may crash on empty arguments (see `own_or_empty`).
+        return axis.lift(jnp.zeros(value.shape, value.dtype), varying(value))
+    fits = norm < limit
+    # The branch that is not taken must not divide by zero, for its derivative's sake.
+    divisor = jnp.where(fits, jnp.ones_like(norm), norm)
+
+    def scaled(part: jax.Array) -> jax.Array:
+        # Divided first: limit / norm alone may underflow.
+        unit = divided(part.astype(divisor.dtype), divisor)
+        return (unit * jnp.asarray(limit, divisor.dtype)).astype(part.dtype)
+
+    if jnp.iscomplexobj(value):
+        # By parts, because a complex division squares the divisor.
+        small = lax.complex(scaled(value.real), scaled(value.imag))
+    else:
+        small = scaled(value)
+    return jnp.where(fits, value, small)
