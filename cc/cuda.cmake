@@ -52,9 +52,15 @@ else()
 endif()
 
 if(NOT obstacle)
-  message(STATUS
-    "jaxzero: with CUDA: ${CMAKE_CUDA_COMPILER}, NCCL headers in ${NCCL_INCLUDE_DIR}")
   add_subdirectory(cuda)
+  if(NVTX_INCLUDE_DIR)
+    set(ranges "NVTX headers in ${NVTX_INCLUDE_DIR}")
+  else()
+    set(ranges "no ranges for profilers (no nvtx3/nvToolsExt.h)")
+  endif()
+  message(STATUS
+    "jaxzero: with CUDA: ${CMAKE_CUDA_COMPILER}, "
+    "NCCL headers in ${NCCL_INCLUDE_DIR}, ${ranges}")
 elseif(jaxzero_cuda STREQUAL "on")
   message(FATAL_ERROR "JAXZERO_CUDA is on, but: ${obstacle}")
 else()

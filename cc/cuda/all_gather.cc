@@ -6,6 +6,7 @@
 #include "core/copy.h"
 #include "cuda/fused_call.h"
 #include "cuda/launcher.h"
+#include "cuda/range.h"
 #include "ffi/attributes.h"
 #include "ffi/error.h"
 
@@ -15,8 +16,8 @@ namespace {
 // One execution.
 class Gathering {
  public:
-  Gathering(cudaStream_t stream, const FusedPlan& plan)
-      : stream_(stream), plan_(plan) {}
+  Gathering(cudaStream_t stream, const FusedCall& call)
+      : stream_(stream), call_(call), plan_(call.plan) {}
 
   ffi::Error BindBuffers(const ffi::RemainingArgs& arguments,
                          const ffi::RemainingRets& results);
@@ -31,6 +32,7 @@ class Gathering {
   ffi::Error FillRow(const Bucket& bucket, char* row);
 
   cudaStream_t stream_;
+  const FusedCall& call_;
   const FusedPlan& plan_;
   std::vector<BoundSlot> shards_;  // per slot, what is sent
   std::vector<BoundSlot> leaves_;  // per slot, what is written
@@ -88,7 +90,9 @@ ffi::Error Gathering::BindSlot(size_t index,
 }
 
 ffi::Error Gathering::Run(const Ring& ring) {
+  BucketNames names = call_.bucket_names;
   for (const Bucket& bucket : plan_.buckets) {
+    const Range range(names.Take());
     JAXZERO_RETURN_IF_ERROR(
         Within(Gather(ring, bucket), [&] { return Describe(plan_, bucket); }));
   }
@@ -127,7 +131,7 @@ ffi::Error Execute(cudaStream_t stream, CommunicatorContext context,
                    ffi::Dictionary attributes) {
   const ffi::ErrorOr<FusedCall> call = ReadFusedCall(attributes);
   if (call.has_error()) return call.error();
-  Gathering gathering(stream, call->plan);
+  Gathering gathering(stream, *call);
   JAXZERO_RETURN_IF_ERROR(gathering.BindBuffers(arguments, results));
   const ffi::ErrorOr<Ring> ring = Get(context, call->shard, stream);
   if (ring.has_error()) return ring.error();

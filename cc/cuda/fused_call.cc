@@ -1,5 +1,6 @@
 #include "cuda/fused_call.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "ffi/error.h"
@@ -47,12 +48,27 @@ ffi::Error CheckUse(const char* name, const ReplicaGroups& groups, bool used) {
   return ffi::Error::Success();
 }
 
+// Whether there is one name per bucket.
+bool AreNamesOf(BucketNames names, const FusedPlan& plan) {
+  return std::all_of(plan.buckets.begin(), plan.buckets.end(),
+                     [&](const Bucket&) { return !names.Take().empty(); }) &&
+         names.empty();
+}
+
 }  // namespace
+
+std::string_view BucketNames::Take() {
+  const size_t end = std::min(text_.find(';'), text_.size());
+  const std::string_view name = text_.substr(0, end);
+  text_.remove_prefix(std::min(end + 1, text_.size()));
+  return name;
+}
 
 ffi::ErrorOr<FusedCall> ReadFusedCall(const ffi::Dictionary& attributes) {
   Reader reader(attributes);
   const auto slots = reader.Get<Numbers>("slots");
   const auto buckets = reader.Get<Numbers>("buckets");
+  const auto bucket_names = reader.Get<std::string_view>("bucket_names");
   const auto group_size = reader.Get<int64_t>("group_size");
   const auto replicas = reader.Get<int64_t>("replicas");
   const auto shard = reader.Get<Numbers>("shard_groups");
@@ -62,6 +78,7 @@ ffi::ErrorOr<FusedCall> ReadFusedCall(const ffi::Dictionary& attributes) {
   const auto with_stats = reader.Get<int64_t>("with_stats");
   if (reader.error().failure()) return reader.error();
   return FusedCall{ReadFusedPlan(slots, buckets),
+                   BucketNames(bucket_names),
                    GroupsOf(shard, group_size),
                    GroupsOf(replicate, replicas),
                    GroupsOf(all, group_size * replicas),
@@ -80,6 +97,10 @@ ffi::Error InstantiateFusedCall(ffi::Dictionary attributes) {
   if (plan.has_error()) return plan.error();
   const ffi::ErrorOr<FusedCall> call = ReadFusedCall(attributes);
   if (call.has_error()) return call.error();
+  if (!AreNamesOf(call->bucket_names, *plan)) {
+    return Invalid("bucket_names: expected one for each of ",
+                   plan->buckets.size(), " buckets");
+  }
   const bool scatters = plan->Uses(Collective::kReduceScatter);
   JAXZERO_RETURN_IF_ERROR(CheckUse("shard_groups", call->shard, scatters));
   JAXZERO_RETURN_IF_ERROR(CheckUse("replicate_groups", call->replicate,

@@ -4,6 +4,7 @@
 #define JAXZERO_CUDA_FUSED_CALL_H_
 
 #include <cstdint>
+#include <string_view>
 
 #include "cuda/communicator.h"
 #include "cuda/error.h"
@@ -13,9 +14,26 @@
 
 namespace jaxzero {
 
+// The names of buckets in a profiler, in order. The text belongs to XLA, so
+// that no call makes or copies any.
+class BucketNames {
+ public:
+  // Each name ends in a semicolon.
+  explicit BucketNames(std::string_view text) : text_(text) {}
+
+  // Returns the next name, or an empty one after the last.
+  std::string_view Take();
+
+  bool empty() const { return text_.empty(); }
+
+ private:
+  std::string_view text_;
+};
+
 // The attributes of a fused call.
 struct FusedCall {
   FusedPlan plan;
+  BucketNames bucket_names;
   ReplicaGroups shard;      // along the shard axes
   ReplicaGroups replicate;  // along the replicate axes, of partial sums
   ReplicaGroups all;        // along both

@@ -8,6 +8,7 @@
 #include "core/copy.h"
 #include "cuda/fused_call.h"
 #include "cuda/launcher.h"
+#include "cuda/range.h"
 #include "ffi/attributes.h"
 #include "ffi/error.h"
 
@@ -159,7 +160,9 @@ ffi::Error Reduction::Run() {
   Unpacker unpacker(stream_, call_.with_stats ? partials : nullptr);
   std::vector<int64_t> stats_ends;
   stats_ends.reserve(plan_.buckets.size());
+  BucketNames names = call_.bucket_names;
   for (const Bucket& bucket : plan_.buckets) {
+    const Range range(names.Take());
     const auto where = [&] { return Describe(plan_, bucket); };
     const ffi::ErrorOr<Rows> rows = Reduce(bucket);
     if (rows.has_error()) return Within(rows.error(), where);

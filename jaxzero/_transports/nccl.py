@@ -7,7 +7,7 @@ own collectives: two collectives of different communicators in flight may deadlo
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxzero import _ffi
 from jaxzero._axis import Axis
 from jaxzero._plan import Bucket, LeafSpec, Plan
+from jaxzero._transports.names import PREFIX, bucket_name, call_name
 
 Operands = Sequence[jax.Array]
 
@@ -40,7 +41,7 @@ def reduce_scatter(
     sent = [i for i, spec in enumerate(plan.leaves) if not spec.empty]
     if not sent:
         return [_empty_shard(spec) for spec in plan.leaves], []
-    tables = _Tables.of(plan, axis, plan.buckets, sent)
+    tables = _Tables.of(plan, axis, dict(enumerate(plan.buckets)), sent)
     names = _names(plan, axis)
     operands = [leaves[i] for i in sent]
     if into is not None:
@@ -55,6 +56,7 @@ def reduce_scatter(
     )
     results = _call(
         _ffi.REDUCE_SCATTER,
+        call_name("reduce_scatter", plan.buckets),
         [
             *(
                 axis.result(
@@ -86,8 +88,8 @@ def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
 
     Args and results as of `jaxzero._transports.xla.all_gather`.
     """
-    travelling = [bucket for bucket in plan.buckets if bucket.kind != "local"]
-    sent = sorted({slot.leaf for bucket in travelling for slot in bucket.slots})
+    travelling = {i: b for i, b in enumerate(plan.buckets) if b.kind != "local"}
+    sent = sorted({slot.leaf for b in travelling.values() for slot in b.slots})
     leaves = _gather(plan, axis, travelling, sent, shards)
     gathered = dict(zip(sent, leaves, strict=True))
     for i, spec in enumerate(plan.leaves):
@@ -102,7 +104,7 @@ def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
 def _gather(
     plan: Plan,
     axis: Axis,
-    travelling: Sequence[Bucket],
+    travelling: Mapping[int, Bucket],
     sent: Sequence[int],
     shards: Operands,
 ) -> list[jax.Array]:
@@ -118,6 +120,7 @@ def _gather(
     specs = [plan.leaves[i] for i in sent]
     return _call(
         _ffi.ALL_GATHER,
+        call_name("all_gather", list(travelling.values())),
         [
             axis.result(spec.shape, spec.dtype, frozenset(axis.names + spec.varying))
             for spec in specs
@@ -157,6 +160,7 @@ class _Tables:
 
     slots: np.ndarray
     buckets: np.ndarray
+    bucket_names: str
     group_size: int
     replicas: int
     shard_groups: np.ndarray
@@ -167,9 +171,10 @@ class _Tables:
     def of(
         plan: Plan,
         axis: Axis,
-        buckets: Sequence[Bucket],
+        numbered: Mapping[int, Bucket],
         sent: Sequence[int],
     ) -> "_Tables":
+        buckets = list(numbered.values())
         operand = {leaf: i for i, leaf in enumerate(sent)}
         used = {bucket.collective for bucket in buckets}
         scatters = "reduce_scatter" in used
@@ -182,6 +187,7 @@ class _Tables:
         return _Tables(
             slots=_ffi.slot_table(_slot_rows(plan, buckets, operand)),
             buckets=_bucket_table(buckets),
+            bucket_names="".join(f"{bucket_name(*item)};" for item in numbered.items()),
             group_size=plan.group_size,
             replicas=plan.replicas,
             shard_groups=groups(axis.names, scatters),
@@ -230,6 +236,7 @@ def _bucket_table(buckets: Sequence[Bucket]) -> np.ndarray:
 
 def _call(
     target: str,
+    name: str,
     results: Sequence[jax.ShapeDtypeStruct],
     operands: Operands,
     *,
@@ -245,7 +252,7 @@ def _call(
     apart instead, and has no annotation; XLA removes it in the end. It does so only
     if all of its results are used.
     """
-    with set_xla_metadata(**_ON_COLLECTIVE_STREAM):
+    with set_xla_metadata(**_ON_COLLECTIVE_STREAM), jax.named_scope(PREFIX + name):
         emitted = _ffi.call(
             target,
             results,
@@ -253,6 +260,7 @@ def _call(
             aliases=aliases,
             slots=tables.slots,
             buckets=tables.buckets,
+            bucket_names=tables.bucket_names,
             group_size=np.int64(tables.group_size),
             replicas=np.int64(tables.replicas),
             shard_groups=tables.shard_groups,

@@ -17,6 +17,7 @@ from jax import lax
 from jaxzero import _ffi
 from jaxzero._axis import Axis, varying
 from jaxzero._plan import Bucket, Plan
+from jaxzero._transports.names import PREFIX, bucket_name
 
 Operands = Sequence[jax.Array]
 
@@ -41,9 +42,13 @@ def reduce_scatter(
     """
     shards = _Partial(into)
     stats: list[jax.Array] = []
-    for bucket in plan.buckets:
-        rows, num_rows = _reduced_rows(plan, axis, bucket, leaves, stats)
-        stats.append(_unpack(plan, axis, bucket, rows, num_rows, shards, with_stats))
+    for number, bucket in enumerate(plan.buckets):
+        with jax.named_scope(PREFIX + bucket_name(number, bucket)):
+            send, dim = _rows_to_send(plan, axis, bucket, leaves, stats)
+            rows, num_rows = _reduced_rows(axis, bucket, send, dim)
+            stats.append(
+                _unpack(plan, axis, bucket, rows, num_rows, shards, with_stats)
+            )
     return [
         shards.finish(i, leaf.cut.shard_shape, leaf.shard_dtype)
         for i, leaf in enumerate(plan.leaves)
@@ -101,34 +106,40 @@ class _Bases:
         return {1 + j: i for i, j in enumerate(self.numbers) if j >= 0}
 
 
-def _reduced_rows(
+def _rows_to_send(
     plan: Plan, axis: Axis, bucket: Bucket, leaves: Operands, earlier: Operands
 ) -> tuple[jax.Array, int]:
-    """Returns the rows that arrive on this rank, and how many are left to sum."""
+    """Returns what enters the collective, and the dimension that ranks divide."""
+    if bucket.kind == "packed":
+        return _pack(plan, axis, bucket, leaves, earlier), 0
     first = bucket.slots[0].leaf
-    dim = 0
     if bucket.kind == "local":
-        return leaves[first], 1
-    if bucket.kind == "direct":
-        # Its own shape, so that the received rows are the shard without a copy.
-        cut = plan.leaves[first].cut
-        flat = cut.layout == "flat"
-        send = leaves[first].reshape(-1) if flat else leaves[first]
-        dim = cut.dim or 0
-    else:
-        send = _pack(plan, axis, bucket, leaves, earlier)
-    if bucket.collective == "all_reduce":
-        return lax.psum(send, axis.all_names), 1
-    if bucket.recv_rows == 1:
-        rows = lax.psum_scatter(send, axis.names, scatter_dimension=dim, tiled=True)
-        return (lax.psum(rows, axis.replicate) if axis.replicate else rows), 1
-    rows = lax.all_to_all(send, axis.names, dim, dim, tiled=True)
-    if not axis.replicate:
-        return rows, bucket.recv_rows
-    # Replicas add partial sums, which need the wide dtype to stay exact.
-    wide = np.promote_types(rows.dtype, np.float32)
-    rows = rows.astype(wide).reshape(bucket.recv_rows, -1)
-    return lax.psum(jnp.sum(rows, axis=0), axis.replicate), 1
+        return leaves[first], 0
+    # Its own shape, so that the received rows are the shard without a copy.
+    cut = plan.leaves[first].cut
+    flat = cut.layout == "flat"
+    return leaves[first].reshape(-1) if flat else leaves[first], cut.dim or 0
+
+
+def _reduced_rows(
+    axis: Axis, bucket: Bucket, send: jax.Array, dim: int
+) -> tuple[jax.Array, int]:
+    """Returns the rows that arrive on this rank, and how many are left to sum."""
+    with jax.named_scope("collective"):
+        if bucket.collective == "none":
+            return send, 1
+        if bucket.collective == "all_reduce":
+            return lax.psum(send, axis.all_names), 1
+        if bucket.recv_rows == 1:
+            rows = lax.psum_scatter(send, axis.names, scatter_dimension=dim, tiled=True)
+            return (lax.psum(rows, axis.replicate) if axis.replicate else rows), 1
+        rows = lax.all_to_all(send, axis.names, dim, dim, tiled=True)
+        if not axis.replicate:
+            return rows, bucket.recv_rows
+        # Replicas add partial sums, which need the wide dtype to stay exact.
+        wide = np.promote_types(rows.dtype, np.float32)
+        rows = rows.astype(wide).reshape(bucket.recv_rows, -1)
+        return lax.psum(jnp.sum(rows, axis=0), axis.replicate), 1
 
 
 def _pack(
@@ -139,14 +150,15 @@ def _pack(
     operands = [leaves[slot.leaf] for slot in bucket.slots]
     operands += _token(earlier, names)
     shape = (bucket.send_rows, bucket.row_numel)
-    (send,) = _ffi.call(
-        _ffi.PACK,
-        [axis.result(shape, bucket.comm_dtype, names)],
-        [axis.lift(value, names) for value in operands],
-        slots=_ffi.leaf_slots(bucket, plan.leaves),
-        group_size=np.int64(bucket.send_rows),
-        pre_scale=np.float64(bucket.pre_scale),
-    )
+    with jax.named_scope("pack"):
+        (send,) = _ffi.call(
+            _ffi.PACK,
+            [axis.result(shape, bucket.comm_dtype, names)],
+            [axis.lift(value, names) for value in operands],
+            slots=_ffi.leaf_slots(bucket, plan.leaves),
+            group_size=np.int64(bucket.send_rows),
+            pre_scale=np.float64(bucket.pre_scale),
+        )
     return send
 
 
@@ -170,18 +182,19 @@ def _unpack(
     bases = shards.bases(bucket)
     names = axis.shard_axes(bucket.whole, bucket.varying)
     results = [axis.result(s.cut.shard_shape, s.shard_dtype, names) for s in specs]
-    *written, stats = _ffi.call(
-        _ffi.UNPACK,
-        [*results, axis.result((2,), "float32", names)],
-        [axis.lift(value, names) for value in (rows, *bases.operands)],
-        aliases={0: 0} if bucket.in_place else bases.aliases,
-        slots=_ffi.shard_slots(
-            bucket, plan.leaves, bases.numbers, accumulate=shards.into is not None
-        ),
-        num_rows=np.int64(num_rows),
-        divisor=np.float64(plan.divisor * bucket.pre_scale),
-        with_stats=np.int64(with_stats),
-    )
+    with jax.named_scope("unpack"):
+        *written, stats = _ffi.call(
+            _ffi.UNPACK,
+            [*results, axis.result((2,), "float32", names)],
+            [axis.lift(value, names) for value in (rows, *bases.operands)],
+            aliases={0: 0} if bucket.in_place else bases.aliases,
+            slots=_ffi.shard_slots(
+                bucket, plan.leaves, bases.numbers, accumulate=shards.into is not None
+            ),
+            num_rows=np.int64(num_rows),
+            divisor=np.float64(plan.divisor * bucket.pre_scale),
+            with_stats=np.int64(with_stats),
+        )
     shards.write(bucket, written)
     return stats
 
@@ -199,12 +212,13 @@ def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
     """
     leaves = _Partial(None)
     token: list[jax.Array] = []
-    for bucket in plan.buckets:
-        if bucket.kind == "packed":
-            token.append(_gather_packed(plan, axis, bucket, shards, leaves, token))
-        else:
-            first = bucket.slots[0].leaf
-            leaves.done[first] = _gather_direct(plan, axis, first, shards[first])
+    for number, bucket in enumerate(plan.buckets):
+        with jax.named_scope(PREFIX + bucket_name(number, bucket)):
+            if bucket.kind == "packed":
+                token.append(_gather_packed(plan, axis, bucket, shards, leaves, token))
+            else:
+                first = bucket.slots[0].leaf
+                leaves.done[first] = _gather_direct(plan, axis, first, shards[first])
     return [
         leaves.finish(i, leaf.shape, leaf.dtype) for i, leaf in enumerate(plan.leaves)
     ]
@@ -214,7 +228,9 @@ def _gather_direct(plan: Plan, axis: Axis, index: int, shard: jax.Array) -> jax.
     leaf = plan.leaves[index]
     shard = shard.astype(leaf.dtype)
     if leaf.cut.ranks > 1:
-        shard = lax.all_gather(shard, axis.names, axis=leaf.cut.dim or 0, tiled=True)
+        with jax.named_scope("collective"):
+            dim = leaf.cut.dim or 0
+            shard = lax.all_gather(shard, axis.names, axis=dim, tiled=True)
     if leaf.cut.layout == "flat":
         return shard.reshape(-1)[: leaf.cut.length].reshape(leaf.shape)
     return shard.reshape(leaf.shape)
@@ -232,26 +248,29 @@ def _gather_packed(
     specs = [plan.leaves[slot.leaf] for slot in bucket.slots]
     names = frozenset(axis.names + bucket.varying)
     operands = [shards[slot.leaf] for slot in bucket.slots] + _token(token, names)
-    (row,) = _ffi.call(
-        _ffi.PACK,
-        [axis.result((1, bucket.row_numel), bucket.comm_dtype, names)],
-        [axis.lift(value, names) for value in operands],
-        slots=_ffi.shard_slots(bucket, plan.leaves),
-        group_size=np.int64(1),
-        pre_scale=np.float64(1.0),
-    )
-    rows = lax.all_gather(row, axis.names, axis=0, tiled=True)
+    with jax.named_scope("pack"):
+        (row,) = _ffi.call(
+            _ffi.PACK,
+            [axis.result((1, bucket.row_numel), bucket.comm_dtype, names)],
+            [axis.lift(value, names) for value in operands],
+            slots=_ffi.shard_slots(bucket, plan.leaves),
+            group_size=np.int64(1),
+            pre_scale=np.float64(1.0),
+        )
+    with jax.named_scope("collective"):
+        rows = lax.all_gather(row, axis.names, axis=0, tiled=True)
     bases = leaves.bases(bucket)
-    *results, done = _ffi.call(
-        _ffi.UNPACK_LEAVES,
-        [
-            *(axis.result(spec.shape, spec.dtype, names) for spec in specs),
-            axis.result((1,), "float32", names),
-        ],
-        [axis.lift(value, names) for value in (rows, *bases.operands)],
-        aliases=bases.aliases,
-        slots=_ffi.leaf_slots(bucket, plan.leaves, bases.numbers),
-        group_size=np.int64(bucket.send_rows),
-    )
+    with jax.named_scope("unpack"):
+        *results, done = _ffi.call(
+            _ffi.UNPACK_LEAVES,
+            [
+                *(axis.result(spec.shape, spec.dtype, names) for spec in specs),
+                axis.result((1,), "float32", names),
+            ],
+            [axis.lift(value, names) for value in (rows, *bases.operands)],
+            aliases=bases.aliases,
+            slots=_ffi.leaf_slots(bucket, plan.leaves, bases.numbers),
+            group_size=np.int64(bucket.send_rows),
+        )
     leaves.write(bucket, results)
     return done

@@ -1,5 +1,6 @@
 """What XLA makes of the fused calls on an H200, compiled without one."""
 
+import dataclasses
 import importlib.util
 import re
 from collections.abc import Callable
@@ -256,6 +257,48 @@ def test_accumulating_in_a_scan_copies_nothing(
     )
     large = re.findall(r"= f32\[1024,1024\]\S* copy\(", program.text)
     assert not large
+
+
+def test_profilers_see_the_names_of_buckets(mesh: Mesh, compile_for_h200: Any) -> None:
+    policy = Policy(bucket_bytes=1 << 22)
+    like = types(SHAPES, "bfloat16")
+    program = compile_for_h200(
+        mesh, lambda grads: jaxzero.shard_grads(grads, "data", policy=policy), like
+    )
+    (call,) = (
+        line
+        for line in program.text.splitlines()
+        if 'custom_call_target="jaxzero_reduce_scatter"' in line
+    )
+    name = r"bucket\d_bfloat16_[\d.]+[KM]iB;"
+    (names,) = re.findall(rf'bucket_names = "((?:{name})+)"', call)
+    count = names.count(";")
+    assert names.startswith("bucket0_bfloat16_4MiB;") and count > 1
+    assert f"/jaxzero/reduce_scatter_{count}buckets_" in call
+    # The scope takes nothing away from the stream.
+    assert '_xla_stream_annotation="collective"' in program.text
+    (start,) = program.of_kind("kAsyncStart")
+    assert ON_COLLECTIVES in start
+
+
+@pytest.mark.parametrize("names", ["", ";", "one;two;"])
+def test_other_than_one_name_per_bucket_is_refused(
+    mesh: Mesh, compile_for_h200: Any, monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    from jaxzero._transports import nccl
+
+    true_tables = nccl._Tables.of
+    monkeypatch.setattr(
+        nccl._Tables,
+        "of",
+        lambda *args: dataclasses.replace(true_tables(*args), bucket_names=names),
+    )
+    with pytest.raises(Exception, match=r"bucket_names: expected one for each of 1"):
+        compile_for_h200(
+            mesh,
+            lambda grads: jaxzero.shard_grads(grads, "data"),
+            types(SHAPES, "bfloat16"),
+        )
 
 
 def test_a_table_that_contradicts_itself_is_refused(
