@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from jaxzero._ffi import CUSTOM_CALLS as CUSTOM_CALLS
 from jaxzero._gather_params import gather_params as gather_params
+from jaxzero._gathered import gathered as gathered
 from jaxzero._loss_scale import LossScale as LossScale
 from jaxzero._loss_scale import LossScaleState as LossScaleState
 from jaxzero._norm import all_finite as all_finite
@@ -16,6 +17,10 @@ from jaxzero._shard_grads import shard_grads as shard_grads
 from jaxzero._shard_params import shard_params as shard_params
 from jaxzero._shard_params import unshard_params as unshard_params
 from jaxzero._stats import Stats as Stats
+from jaxzero._train.state import Metrics as Metrics
+from jaxzero._train.state import TrainState as TrainState
+from jaxzero._train.zero3 import Zero3 as Zero3
+from jaxzero._train.zero3 import zero3 as zero3
 from jaxzero._tree import make_plan as make_plan
 
 __version__ = _version("jaxzero")

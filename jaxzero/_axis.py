@@ -17,6 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AxisName = str | tuple[str, ...]
 
+_UNVARYING = jax.sharding.ManualAxisType(varying=frozenset())
+
 _FIX = (
     "Call it inside a shard_map over that axis, under jit:\n"
     "    step = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...))\n"
@@ -118,6 +120,11 @@ class Axis:
 def varying(value: Any) -> frozenset[str]:
     """Returns the mesh axes that a value's type varies over."""
     return frozenset(jax.typeof(value).mat.varying)
+
+
+def aval_varies(aval: Any, names: Iterable[str]) -> bool:
+    """Says whether a type, such as of a jaxpr's variable, varies over any axis."""
+    return not frozenset(names).isdisjoint(getattr(aval, "mat", _UNVARYING).varying)
 
 
 def bind_axis(axis_name: AxisName, replicate_axis: AxisName | None, call: str) -> Axis:

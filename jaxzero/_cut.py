@@ -59,7 +59,13 @@ class Cut:
         return tuple(shape)
 
 
-def cut_leaf(option: CutOption, path: str, shape: Shape, group_size: int) -> Cut:
+def cut_leaf(
+    option: CutOption,
+    path: str,
+    shape: Shape,
+    group_size: int,
+    min_shard_numel: int = 0,
+) -> Cut:
     """Resolves a cut option for one leaf.
 
     Args:
@@ -68,6 +74,7 @@ def cut_leaf(option: CutOption, path: str, shape: Shape, group_size: int) -> Cut
       path: key path of the leaf.
       shape: true shape of the leaf.
       group_size: number of ranks.
+      min_shard_numel: leaves with fewer elements stay whole if the option is None.
 
     Raises:
       ValueError: for a dimension out of range or an unknown word.
@@ -85,6 +92,8 @@ def cut_leaf(option: CutOption, path: str, shape: Shape, group_size: int) -> Cut
             f"the number of a dimension, or a callable (path, shape) that returns one."
         )
     if option is None:
+        if math.prod(shape) < min_shard_numel and 0 not in shape:
+            return _whole(shape, f"fewer than min_shard_numel={min_shard_numel}")
         return _default_cut(shape, group_size)
     if option == "flat":
         return _flat(shape, group_size, reason)

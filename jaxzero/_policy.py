@@ -33,6 +33,8 @@ class Policy:
       direct_bytes: leaves of at least this size get a collective of their own and
         are read in place, where their layout allows it; None takes the transport's
         measured default.
+      min_shard_numel: leaves with fewer elements, and no cut of their own, stay whole
+        on every rank (all-reduced in the same call).
       reduction: `"native"` sums in the comm dtype inside the collective, `"float32"`
         exchanges the comm dtype and sums in float32 (float64 for 64-bit leaves) in
         rank order: one rounding, deterministic.
@@ -51,6 +53,7 @@ class Policy:
     compute_dtype: Any = None
     bucket_bytes: int | None = None
     direct_bytes: int | None = None
+    min_shard_numel: int = 0
     reduction: Reduction = "native"
     transport: Transport = "auto"
 
@@ -73,6 +76,7 @@ class Policy:
             object.__setattr__(self, "divide_by", _checked_divisor(self.divide_by))
         _check_bytes(self, "bucket_bytes", minimum=1)
         _check_bytes(self, "direct_bytes", minimum=0)
+        _check_min_shard_numel(self)
 
     def divisor(self, count: int) -> float:
         """Returns what the sum over `count` contributions is divided by."""
@@ -122,4 +126,17 @@ def _check_bytes(policy: Policy, field: str, minimum: int) -> None:
         raise ValueError(
             f"Policy {field}={value}; expected at least {minimum} "
             f"(bytes), or None for the transport's default."
+        )
+
+
+def _check_min_shard_numel(policy: Policy) -> None:
+    value: Any = policy.min_shard_numel
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"Policy min_shard_numel={value!r}; expected a whole number of elements."
+        )
+    object.__setattr__(policy, "min_shard_numel", value.__index__())
+    if value < 0:
+        raise ValueError(
+            f"Policy min_shard_numel={value}; expected at least 0 (elements)."
         )

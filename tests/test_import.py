@@ -14,17 +14,22 @@ PUBLIC = {
     "GradientTransformation",
     "LossScale",
     "LossScaleState",
+    "Metrics",
     "Plan",
     "Policy",
     "Stats",
+    "TrainState",
+    "Zero3",
     "all_finite",
     "clip_by_global_norm",
     "gather_params",
+    "gathered",
     "global_norm",
     "make_plan",
     "shard_grads",
     "shard_params",
     "unshard_params",
+    "zero3",
 }
 
 

@@ -1,0 +1,1 @@
+"""zero3: a training step made of the public functions."""

@@ -1,0 +1,104 @@
+"""An optimizer on shards: what its state looks like on a rank and on the mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxzero._axis import aval_varies
+from jaxzero._train.elementwise import check_elementwise
+from jaxzero._train.layout import Layout, LeafLayout
+from jaxzero._train.optimizer_layout import check_replicated, match_leaves
+from jaxzero._train.options import Optimizer
+from jaxzero._tree import PyTree
+
+
+class ShardedOptimizer:
+    """An optimizer that runs on shards, looked at before it runs."""
+
+    def __init__(self, optimizer: Optimizer, mesh: Mesh) -> None:
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._known: dict[Layout, tuple[PyTree, list[LeafLayout | None]]] = {}
+
+    def init(self, layout: Layout) -> Callable[[PyTree], PyTree]:
+        """Returns the jitted function from global parameters to the first state."""
+        mapped: Callable[[PyTree], PyTree] = jax.jit(
+            jax.shard_map(
+                self._optimizer.init,
+                mesh=self._mesh,
+                in_specs=(layout.specs,),
+                out_specs=self.specs(layout),
+            )
+        )
+        return mapped
+
+    def shapes(self, layout: Layout) -> PyTree:
+        """Returns shapes and dtypes of its state on one rank."""
+        return self._look(layout)[0]
+
+    def specs(self, layout: Layout) -> PyTree:
+        """Returns the specs of its state as global arrays."""
+        shapes, owners = self._look(layout)
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes),
+            [P() if o is None else o.spec(layout.names) for o in owners],
+        )
+
+    def abstract(self, layout: Layout) -> PyTree:
+        """Returns shapes, dtypes and shardings of its state as global arrays."""
+        shapes, owners = self._look(layout)
+        leaves, structure = jax.tree.flatten(shapes)
+        return jax.tree.unflatten(
+            structure,
+            [
+                jax.ShapeDtypeStruct(
+                    leaf.shape if owner is None else owner.global_shape,
+                    leaf.dtype,
+                    sharding=NamedSharding(
+                        self._mesh, P() if owner is None else owner.spec(layout.names)
+                    ),
+                )
+                for leaf, owner in zip(leaves, owners, strict=True)
+            ],
+        )
+
+    def _look(self, layout: Layout) -> tuple[PyTree, list[LeafLayout | None]]:
+        if layout not in self._known:
+            self._known[layout] = self._traced(layout)
+        return self._known[layout]
+
+    def _traced(self, layout: Layout) -> tuple[PyTree, list[LeafLayout | None]]:
+        """Traces it, and refuses one whose result depends on how leaves are cut."""
+        seen: dict[str, Any] = {}
+
+        def probe(params: PyTree) -> PyTree:
+            state = self._optimizer.init(params)
+            seen["state"] = jax.eval_shape(lambda: state)
+            seen["varying"] = [
+                aval_varies(jax.typeof(leaf), layout.names)
+                for leaf in jax.tree.leaves(state)
+            ]
+            results = self._optimizer.update(params, state, params)
+            seen["results"] = jax.eval_shape(lambda: results)
+            # Along a new dimension any rank may differ, so nothing is refused here.
+            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], results)
+
+        mapped = jax.shard_map(
+            probe,
+            mesh=self._mesh,
+            in_specs=(layout.specs,),
+            out_specs=P(self._mesh.axis_names),
+        )
+        program = jax.make_jaxpr(mapped)(layout.abstract(self._mesh))
+        owners = match_leaves(
+            seen["state"], layout.leaves, lambda leaf: leaf.shard_shape
+        )
+        check_replicated(seen["state"], owners, seen["varying"])
+        for eqn in program.jaxpr.eqns:
+            if eqn.primitive.name == "shard_map":
+                check_elementwise(eqn.params["jaxpr"], layout.names, seen["results"])
+        return seen["state"], owners

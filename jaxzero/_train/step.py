@@ -1,0 +1,101 @@
+"""One ZeRO-3 step as each device runs it, inside the `shard_map` of `zero3`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxzero._axis import bind_axis
+from jaxzero._norm import global_norm
+from jaxzero._train.grads import Gradients
+from jaxzero._train.options import StepOptions
+from jaxzero._train.state import Metrics, TrainState
+from jaxzero._tree import PyTree
+
+
+def local_step(
+    options: StepOptions, state: TrainState, batch: PyTree
+) -> tuple[TrainState, Metrics]:
+    """Computes gradients, reduces them, and updates this device's shards."""
+    axis = bind_axis(options.names, options.replicate_axis, "zero3")
+    scale = None if state.loss_scale is None else state.loss_scale.scale
+    summed = Gradients(options, axis, state, scale).of_batch(batch)
+    norm = (
+        global_norm(summed.grads, options.names)
+        if summed.stats is None
+        else summed.stats.norm
+    )
+    finite = jnp.isfinite(norm)
+    if scale is not None:
+        norm = norm / scale
+    grads = state.layout.unflatten(_scaled(options, summed.grads, norm, scale))
+    updates, opt_state = options.optimizer.update(grads, state.opt_state, state.params)
+    params = jax.tree.map(_updated, state.params, updates)
+    took = jnp.ones((), jnp.bool_)
+    if options.skip_nonfinite or options.loss_scale is not None:
+        took = finite
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(took, new, old),
+            (params, opt_state),
+            (state.params, state.opt_state),
+        )
+    following = None
+    if options.loss_scale is not None and state.loss_scale is not None:
+        following = options.loss_scale.update(state.loss_scale, finite)
+    mean = 1 / (options.devices * options.accumulate)
+    metrics = Metrics(
+        loss=lax.psum(summed.loss, axis.all_names) / options.divisor,
+        grad_norm=norm,
+        skipped=~took,
+        loss_scale=scale,
+        aux=jax.tree.map(
+            lambda sums: (
+                lax.psum(axis.lift(sums, axis.all_names), axis.all_names) * mean
+            ),
+            summed.aux,
+        ),
+    )
+    return (
+        TrainState(
+            step=state.step + took.astype(jnp.int32),
+            params=params,
+            opt_state=opt_state,
+            loss_scale=following,
+            layout=state.layout,
+        ),
+        metrics,
+    )
+
+
+def _updated(param: jax.Array, update: jax.Array) -> jax.Array:
+    wide = _wider(param.dtype, update.dtype)
+    return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
+
+
+def _wider(one: Any, other: Any) -> Any:
+    # Also where the program around asks for strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(one, other)
+
+
+def _scaled(
+    options: StepOptions,
+    grads: list[jax.Array],
+    norm: jax.Array,
+    scale: jax.Array | None,
+) -> list[jax.Array]:
+    """Takes the loss scale out and clips, in one multiplication."""
+    if options.clip_norm is None and scale is None:
+        return grads
+    factor = jnp.ones((), jnp.float32)
+    if options.clip_norm is not None:
+        factor = options.clip_norm / jnp.maximum(norm, options.clip_norm)
+    if scale is not None:
+        factor = factor / scale
+
+    def multiply(grad: jax.Array) -> jax.Array:
+        wide = _wider(grad.dtype, factor.dtype)
+        return (grad.astype(wide) * factor.astype(wide)).astype(grad.dtype)
+
+    return [multiply(grad) for grad in grads]

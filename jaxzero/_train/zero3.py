@@ -1,0 +1,385 @@
+"""zero3: a whole ZeRO-3 training step from a loss function and an optimizer."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxzero._axis import AxisName, axis_names
+from jaxzero._cut import CutTree
+from jaxzero._loss_scale import LossScale, LossScaleState
+from jaxzero._policy import Policy
+from jaxzero._train import export
+from jaxzero._train.batch import batch_shardings, batch_spec, batch_specs
+from jaxzero._train.layout import Layout
+from jaxzero._train.make_layout import Globs, make_layout
+from jaxzero._train.optimizer import ShardedOptimizer
+from jaxzero._train.options import (
+    LossFn,
+    Optimizer,
+    StepOptions,
+    Sync,
+    check_choices,
+    check_mesh,
+    checked_clip,
+)
+from jaxzero._train.processes import check_processes_agree
+from jaxzero._train.state import Metrics, TrainState
+from jaxzero._train.step import local_step
+from jaxzero._tree import PyTree
+
+
+def zero3(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    axis_name: AxisName = "data",
+    *,
+    policy: Policy = Policy(),  # noqa: B008  (frozen)
+    cuts: CutTree = None,
+    replicate_axis: AxisName | None = None,
+    layers: Globs = (),
+    stacked: Globs = (),
+    accumulate: int = 1,
+    sync: Sync = "each",
+    clip_norm: float | None = None,
+    loss_scale: LossScale | None = None,
+    skip_nonfinite: bool = False,
+    has_aux: bool = False,
+) -> "Zero3":
+    """Makes a training step whose parameters, gradients and optimizer are sharded.
+
+        zero = jaxzero.zero3(loss_fn, optax.adamw(1e-3), mesh)
+        state = zero.init(init_fn, key)
+        state, metrics = zero.step(state, batch)
+
+    The step is jitted and owns its state (it is donated). It is made of the public
+    functions: `gather_params`, `jax.grad`, `shard_grads`, and the optimizer on shards.
+
+    Args:
+      loss_fn: (params, batch) -> mean loss over the batch, a real scalar; the same
+        function as on one device. It sees the examples of one device.
+      optimizer: an optax transformation, or anything with its `init` and `update`. It
+        runs on shards, so it must treat all elements of a leaf alike (adamw, lion,
+        sgd, ...); one that does not is refused by `init`. A leaf that is cut flat has
+        one dimension there: choose what to decay by name, not by `ndim`.
+      mesh: mesh of all devices.
+      axis_name: mesh axis, or tuple of axes, to shard over.
+      policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
+      cuts: as for `shard_grads`; for a stacked leaf, the cut of each layer.
+      replicate_axis: axis or axes along which shards are copies (hybrid sharding).
+      layers: globs of key paths, such as "blocks/*"; each subtree that matches is one
+        layer. `loss_fn` gets its shards, and gives them to functions made by
+        `gathered`, so that full parameters exist one layer at a time.
+      stacked: the same for layers stacked along dimension 0, for `lax.scan`.
+      accumulate: microbatches that a batch is split into.
+      sync: when gradients meet. "each": after each microbatch, into shards. "last":
+        they are added on the device, in full size, and reduced once (1/accumulate of
+        the wire bytes; N times the memory for gradients). "replicas_last": reduced
+        to shards after each, over replicas once.
+      clip_norm: clip gradients to this global norm.
+      loss_scale: multiply the loss by a dynamic scale (float16) and skip steps whose
+        gradients are not finite.
+      skip_nonfinite: skip such steps without a loss scale, too.
+      has_aux: `loss_fn` returns (loss, aux), aux a pytree of real arrays.
+
+    Returns:
+      A `Zero3` with `init`, `step` and checkpoints.
+
+    Raises:
+      ValueError: for an axis that the mesh does not have, mesh axes that are not
+        named, or options out of range or at odds.
+      TypeError: for an option of the wrong type.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxzero, optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+      >>> zero = jaxzero.zero3(loss_fn, optax.sgd(0.1), mesh)
+      >>> state = zero.init({"w": jnp.zeros(2)})
+      >>> batch = {"x": jnp.eye(2), "y": jnp.ones(2)}
+      >>> state, metrics = zero.step(state, batch)
+      >>> print(metrics.loss, state.params["w"])
+      1.0 [0.1 0.1]
+    """
+    names, replicate = axis_names(axis_name, replicate_axis, "zero3")
+    check_mesh(mesh, names, replicate)
+    check_choices(accumulate, sync, layers, stacked, replicate)
+    return Zero3(
+        mesh,
+        StepOptions(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            names=names,
+            replicate=replicate,
+            devices=math.prod(mesh.shape[name] for name in names + replicate),
+            policy=policy,
+            accumulate=accumulate,
+            sync=sync,
+            clip_norm=checked_clip(clip_norm),
+            loss_scale=loss_scale,
+            skip_nonfinite=skip_nonfinite,
+            has_aux=has_aux,
+        ),
+        cuts=cuts,
+        layers=layers,
+        stacked=stacked,
+    )
+
+
+class Zero3:
+    """A ZeRO-3 training run; made by `zero3`."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        options: StepOptions,
+        *,
+        cuts: CutTree,
+        layers: Globs,
+        stacked: Globs,
+    ) -> None:
+        self._mesh = mesh
+        self._options = options
+        self._optimizer = ShardedOptimizer(options.optimizer, mesh)
+        self._cuts = cuts
+        self._layers = layers
+        self._stacked = stacked
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of a batch: dimension 0 over all devices.
+
+        Several processes build their batches with it, from what each has read:
+        `jax.make_array_from_process_local_data(zero.batch_sharding, local)`.
+        """
+        return NamedSharding(self._mesh, batch_spec(self._options))
+
+    def init(self, params: PyTree | Callable[..., PyTree], *args: Any) -> TrainState:
+        """Returns the first state, born sharded.
+
+        Args:
+          params: pytree of parameters in true shape, the same on every process, or
+            the function that makes them, which then runs under `jit` and writes
+            shards: full parameters never exist on one device together.
+          args: arguments of the function, such as a random key.
+
+        Raises:
+          ValueError: for an optimizer that mixes elements of a leaf, globs of `layers`
+            without a match, or processes whose parameters differ in structure.
+          TypeError: for leaves that are no floating-point arrays.
+        """
+        if _is_function(params):
+            layout = self._layout(jax.eval_shape(params, *args))
+            placed = birth(layout, self._mesh, params)(*args)
+        else:
+            layout = self._layout(params)
+            placed = [
+                layout.place(leaf, value, self._mesh)
+                for leaf, value in zip(
+                    layout.leaves, jax.tree.leaves(params), strict=True
+                )
+            ]
+        sharded = layout.unflatten(placed)
+        return TrainState(
+            step=self._everywhere(jnp.zeros((), jnp.int32)),
+            params=sharded,
+            opt_state=self._optimizer.init(layout)(sharded),
+            loss_scale=self._everywhere(self._first_loss_scale()),
+            layout=layout,
+        )
+
+    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step.
+
+        Args:
+          state: the state; it is donated, so it cannot be used again.
+          batch: pytree of arrays whose dimension 0 is the examples of all devices and
+            microbatches; leaves without dimensions, such as a random key, go to
+            every device.
+
+        Returns:
+          The next state, and the `Metrics` of this step.
+
+        Raises:
+          ValueError: for a batch that cannot be split over devices and microbatches.
+        """
+        shardings = batch_shardings(batch, self._options, self._mesh)
+        result: tuple[TrainState, Metrics] = self._jitted(
+            state, jax.device_put(batch, shardings)
+        )
+        return result
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Returns the step lowered, for its cost and memory before it runs.
+
+        Args:
+          state: a state, or its shapes from `abstract_state`.
+          batch: a batch, or its shapes.
+        """
+        shapes = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            batch,
+            batch_shardings(batch, self._options, self._mesh),
+        )
+        lowered: jax.stages.Lowered = self._jitted.lower(state, shapes)
+        return lowered
+
+    def abstract_state(
+        self, params: PyTree | Callable[..., PyTree], *args: Any
+    ) -> TrainState:
+        """Returns shapes, dtypes and shardings of the state; nothing is allocated.
+
+        Args:
+          params: as for `init`; shapes suffice.
+          args: arguments of the function.
+        """
+        layout = self._layout(
+            jax.eval_shape(params, *args) if _is_function(params) else params
+        )
+        everywhere = NamedSharding(self._mesh, P())
+
+        def abstract(value: Any) -> Any:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=everywhere)
+
+        return TrainState(
+            step=abstract(jax.ShapeDtypeStruct((), jnp.int32)),
+            params=layout.abstract(self._mesh),
+            opt_state=self._optimizer.abstract(layout),
+            loss_scale=jax.tree.map(abstract, self._first_loss_scale()),
+            layout=layout,
+        )
+
+    def export_state(self, state: TrainState) -> dict[str, PyTree]:
+        """Returns the state in true shapes, for a checkpoint.
+
+        What is saved does not depend on the number of devices: `import_state` takes
+        it on any other mesh.
+
+        Args:
+          state: the state; it stays usable.
+
+        Returns:
+          Dict of "step", "params", "opt_state" and "loss_scale"; the arrays of
+          parameters and moments in true shape and stored dtype, spread over the mesh
+          along the first dimension that it divides (whole where there is none).
+        """
+        return export.to_true(state, self._mesh)
+
+    def import_state(
+        self, exported: dict[str, PyTree], *, like: PyTree | None = None
+    ) -> TrainState:
+        """Returns the state that `export_state` returned, here or on another mesh.
+
+        Args:
+          exported: the dict, of arrays on any devices or of NumPy arrays.
+          like: true shapes and dtypes of the parameters, where the dtypes differ from
+            those stored (`policy.shard_dtype`).
+
+        Raises:
+          ValueError: for a missing part, or a structure or shape that differs from
+            what this optimizer and `like` have.
+        """
+        layout = self._layout(exported["params"] if like is None else like)
+        params, opt_state = export.from_true(
+            exported,
+            layout,
+            self._optimizer.shapes(layout),
+            self._optimizer.specs(layout),
+            self._mesh,
+        )
+        return TrainState(
+            step=self._everywhere(jnp.asarray(exported["step"])),
+            params=params,
+            opt_state=opt_state,
+            loss_scale=self._everywhere(
+                export.saved_loss_scale(
+                    exported.get("loss_scale"), self._first_loss_scale()
+                )
+            ),
+            layout=layout,
+        )
+
+    def export_template(
+        self, params: PyTree | Callable[..., PyTree], *args: Any
+    ) -> dict[str, PyTree]:
+        """Returns shapes and shardings of what `export_state` returns.
+
+        For checkpoint libraries that restore into a template, such as orbax.
+
+        Args:
+          params: as for `init`; shapes suffice.
+          args: arguments of the function.
+        """
+        return export.template(self.abstract_state(params, *args), self._mesh)
+
+    def _layout(self, like: PyTree) -> Layout:
+        options = self._options
+        layout = make_layout(
+            like,
+            options.names,
+            math.prod(self._mesh.shape[name] for name in options.names),
+            policy=options.policy,
+            cuts=self._cuts,
+            layers=self._layers,
+            stacked=self._stacked,
+        )
+        check_processes_agree("zero3", (layout.fingerprint, options.policy))
+        return layout
+
+    def _first_loss_scale(self) -> LossScaleState | None:
+        scaling = self._options.loss_scale
+        return None if scaling is None else scaling.init()
+
+    def _everywhere(self, tree: PyTree) -> PyTree:
+        return jax.device_put(tree, NamedSharding(self._mesh, P()))
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        return jax.jit(self._mapped_step, donate_argnums=0)
+
+    def _mapped_step(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, Metrics]:
+        layout = state.layout
+        specs = dataclasses.replace(
+            jax.tree.map(lambda _: P(), state),
+            params=layout.specs,
+            opt_state=self._optimizer.specs(layout),
+        )
+        step = jax.shard_map(
+            functools.partial(local_step, self._options),
+            mesh=self._mesh,
+            in_specs=(specs, batch_specs(batch, self._options)),
+            out_specs=(specs, P()),
+        )
+        result: tuple[TrainState, Metrics] = step(state, batch)
+        return result
+
+
+def birth(layout: Layout, mesh: Mesh, init_fn: Callable[..., PyTree]) -> Any:
+    """Returns the jitted function that makes parameters as global arrays of shards."""
+    shardings = [NamedSharding(mesh, leaf.spec(layout.names)) for leaf in layout.leaves]
+
+    def make(*args: Any) -> list[jax.Array]:
+        leaves = jax.tree.leaves(init_fn(*args))
+        return [
+            leaf.to_global(value)
+            for leaf, value in zip(layout.leaves, leaves, strict=True)
+        ]
+
+    return jax.jit(make, out_shardings=shardings)
+
+
+def _is_function(params: Any) -> bool:
+    # Modules of parameters may be callable too, but they are no leaves.
+    return callable(params) and jax.tree_util.all_leaves([params])
