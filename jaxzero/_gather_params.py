@@ -49,7 +49,8 @@ def gather_params(
         cannot be told from data.
       axis_name: mesh axis, or tuple of axes in rank order.
       policy: `compute_dtype` is the dtype of the result (None: that of `like`) and
-        of the wire; `comm_dtype` and `reduction` are for the backward pass.
+        of the wire; `min_shard_numel` must be that of `shard_params`; `comm_dtype`
+        and `reduction` are for the backward pass.
       cuts: as given to `shard_grads` or `shard_params`.
       replicate_axis: axis or axes along which shards are copies; the backward pass
         sums over it too.
@@ -88,7 +89,9 @@ def gather_params(
     for i, (shard, true, option) in enumerate(
         zip(flat.leaves, flat_like.leaves, options, strict=True)
     ):
-        cut = cut_leaf(option, true.path, true.shape, axis.group_size)
+        cut = cut_leaf(
+            option, true.path, true.shape, axis.group_size, policy.min_shard_numel
+        )
         _check_shape(shard, true, cut)
         _check_dtypes(shard, true)
         check_not_auto_sharded(f"leaf {shard.path}", shard.value, "gather_params")
@@ -115,7 +118,8 @@ def _check_shape(shard: Leaf, true: Leaf, cut: Cut) -> None:
             f"shards leaf {shard.path} has shape {shard.shape}; expected "
             f"{cut.shard_shape}, the shard of a parameter of shape {true.shape} over "
             f"{cut.ranks} ranks ({cut.layout} layout). Give the true shapes as like "
-            f"(jax.eval_shape of the init function) and the cuts of shard_params."
+            f"(jax.eval_shape of the init function), and the cuts and "
+            f"Policy(min_shard_numel=...) of shard_params."
         )
 
 

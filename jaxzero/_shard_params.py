@@ -11,11 +11,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import Cut, CutTree, cut_leaf
+from jaxzero._policy import Policy
 from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
 
 
 def shard_params(
-    params: PyTree, mesh: Mesh, axis_name: AxisName, *, cuts: CutTree = None
+    params: PyTree,
+    mesh: Mesh,
+    axis_name: AxisName,
+    *,
+    policy: Policy = Policy(),  # noqa: B008  (frozen)
+    cuts: CutTree = None,
 ) -> PyTree:
     """Spreads parameters over a mesh axis, outside `jit`.
 
@@ -24,6 +30,7 @@ def shard_params(
       mesh: the mesh.
       axis_name: mesh axis, or tuple of axes in rank order, to shard over. Along the
         mesh's other axes the shards are copies.
+      policy: as for `shard_grads`; `min_shard_numel` is used.
       cuts: as for `shard_grads`.
 
     Returns:
@@ -59,14 +66,25 @@ def shard_params(
     return flat.rebuild(
         [
             _place(
-                leaf, cut_leaf(option, leaf.path, leaf.shape, group_size), mesh, names
+                leaf,
+                cut_leaf(
+                    option, leaf.path, leaf.shape, group_size, policy.min_shard_numel
+                ),
+                mesh,
+                names,
             )
             for leaf, option in zip(flat.leaves, options, strict=True)
         ]
     )
 
 
-def unshard_params(shards: PyTree, like: PyTree, *, cuts: CutTree = None) -> PyTree:
+def unshard_params(
+    shards: PyTree,
+    like: PyTree,
+    *,
+    policy: Policy = Policy(),  # noqa: B008  (frozen)
+    cuts: CutTree = None,
+) -> PyTree:
     """Returns parameters in true shape as NumPy arrays, outside `jit`.
 
     For checkpoints and export. With several processes all of them must call it, and
@@ -76,6 +94,7 @@ def unshard_params(shards: PyTree, like: PyTree, *, cuts: CutTree = None) -> PyT
       shards: pytree of global arrays from `shard_params`, or from a train step that
         kept their layout.
       like: pytree of the same structure with the true shapes.
+      policy: as given to `shard_params`; `min_shard_numel` is used.
       cuts: as given to `shard_params`.
 
     Raises:
@@ -97,7 +116,7 @@ def unshard_params(shards: PyTree, like: PyTree, *, cuts: CutTree = None) -> PyT
     options = broadcast_cuts(cuts, like, flat_like)
     return flat.rebuild(
         [
-            _true_leaf(shard, true, option)
+            _true_leaf(shard, true, option, policy.min_shard_numel)
             for shard, true, option in zip(
                 flat.leaves, flat_like.leaves, options, strict=True
             )
@@ -142,19 +161,21 @@ def _padded(value: np.ndarray, cut: Cut) -> np.ndarray:
     return np.pad(value, pad) if pad[dim][1] else value
 
 
-def _true_leaf(shard: Leaf, true: Leaf, option: Any) -> np.ndarray:
+def _true_leaf(
+    shard: Leaf, true: Leaf, option: Any, min_shard_numel: int
+) -> np.ndarray:
     if 0 in true.shape and 0 in shard.shape:
         # XLA replicates an empty result, so its sharding does not tell the ranks.
         return np.zeros(true.shape, shard.value.dtype)
     ranks = _ranks(shard)
-    cut = cut_leaf(option, true.path, true.shape, ranks)
+    cut = cut_leaf(option, true.path, true.shape, ranks, min_shard_numel)
     if shard.shape != cut.global_shape:
         raise ValueError(
             f"shards leaf {shard.path} has global shape {shard.shape}; expected "
             f"{cut.global_shape}, a parameter of shape {true.shape} over N={ranks} "
             f"ranks, as the array is sharded ({cut.layout} layout). Give the arrays "
             f"of shard_params (not copies on the host), the true shapes as like, and "
-            f"the same cuts."
+            f"the same cuts and Policy(min_shard_numel=...)."
         )
     value = _on_host(shard.value)
     if value.ndim == len(true.shape):

@@ -216,7 +216,7 @@ def leaf_spec(
         shape=leaf.shape,
         dtype=dtype,
         shard_dtype=shard_dtype,
-        cut=cut_leaf(option, leaf.path, leaf.shape, group_size),
+        cut=cut_leaf(option, leaf.path, leaf.shape, group_size, policy.min_shard_numel),
         reduced=reduced,
         varying=varying,
     )

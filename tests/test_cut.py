@@ -79,6 +79,23 @@ def test_default_is_rows_where_they_divide(shape, ranks, layout, shard, reason):
 
 
 @pytest.mark.parametrize(
+    ("option", "shape", "least", "layout"),
+    [
+        (None, (8, 3), 24, "rows"),
+        (None, (8, 3), 25, "whole"),
+        (None, (), 1, "flat"),
+        (None, (), 2, "whole"),
+        (None, (0, 3), 9, "flat"),
+        ("flat", (8, 3), 25, "flat"),
+        (1, (8, 3), 25, "dim=1"),
+        (lambda path, shape: None, (8, 3), 25, "whole"),
+    ],
+)
+def test_small_leaves_stay_whole_unless_asked_for(option, shape, least, layout):
+    assert cut_leaf(option, "['w']", shape, 4, least).layout == layout
+
+
+@pytest.mark.parametrize(
     ("option", "layout", "shard"),
     [
         ("flat", "flat", (12,)),

@@ -27,6 +27,7 @@ FACTORS: dict[str, list[Any]] = {
     "bucket_bytes": [None, 64, 1000],
     "direct_bytes": [None, 0],
     "cuts": ["default", "flat", "last", "whole", "mixed"],
+    "min_shard_numel": [0, 14],
     "into": [False, True],
     "with_stats": [False, True],
 }
@@ -86,9 +87,15 @@ def ident(row: dict[str, Any]) -> str:
 def test_options_work_together(make_mesh, row: dict[str, Any]) -> None:
     ranks, replicas, dtype = row["ranks"], row["replicas"], row["dtype"]
     mesh = make_mesh((replicas, ranks), ("replica", "data"), row["kind"])
-    cuts = CUTS[row["cuts"]]
+    asked = CUTS[row["cuts"]]
+    cuts = {
+        name: "whole"
+        if asked[name] is None and 0 < np.prod(shape) < row["min_shard_numel"]
+        else asked[name]
+        for name, shape in SHAPES.items()
+    }
     fields = ("op", "divide_by", "comm_dtype", "shard_dtype", "reduction")
-    fields += ("bucket_bytes", "direct_bytes")
+    fields += ("bucket_bytes", "direct_bytes", "min_shard_numel")
     policy = Policy(**{field: row[field] for field in fields})
     count = ranks * replicas
     grads = [oracle.integers(SHAPES, rank, dtype=dtype) for rank in range(count)]
@@ -121,7 +128,7 @@ def test_options_work_together(make_mesh, row: dict[str, Any]) -> None:
             "data",
             into=into,
             policy=policy,
-            cuts=cuts,
+            cuts=asked,
             replicate_axis="replica",
             with_stats=row["with_stats"],
         )

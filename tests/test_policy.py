@@ -127,6 +127,15 @@ def test_size_that_is_no_whole_number(field, value):
     assert message == f"Policy {field}={value!r}; expected a whole number of bytes."
 
 
+def test_least_size_of_a_leaf_that_is_cut():
+    assert Policy(min_shard_numel=np.int64(3)).min_shard_numel == 3
+    message = message_of(ValueError, min_shard_numel=-1)
+    assert message == "Policy min_shard_numel=-1; expected at least 0 (elements)."
+    for value in (1.5, True, None):
+        message = message_of(TypeError, min_shard_numel=value)
+        assert f"min_shard_numel={value!r}; expected a whole number" in message
+
+
 @pytest.mark.parametrize("value", [1, 1 << 40], ids=["byte", "tebibyte"])
 def test_any_positive_size_is_taken(value):
     assert Policy(bucket_bytes=value, direct_bytes=value).bucket_bytes == value
