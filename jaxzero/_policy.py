@@ -35,6 +35,8 @@ class Policy:
         measured default.
       min_shard_numel: leaves with fewer elements, and no cut of their own, stay whole
         on every rank (all-reduced in the same call).
+      overlap: let collectives of `apply_layers` run beside the layer whose turn it is;
+        full parameters and gradients of one more layer then exist at a time.
       reduction: `"native"` sums in the comm dtype inside the collective, `"float32"`
         exchanges the comm dtype and sums in float32 (float64 for 64-bit leaves) in
         rank order: one rounding, deterministic.
@@ -54,6 +56,7 @@ class Policy:
     bucket_bytes: int | None = None
     direct_bytes: int | None = None
     min_shard_numel: int = 0
+    overlap: bool = True
     reduction: Reduction = "native"
     transport: Transport = "auto"
 
@@ -77,6 +80,8 @@ class Policy:
         _check_bytes(self, "bucket_bytes", minimum=1)
         _check_bytes(self, "direct_bytes", minimum=0)
         _check_min_shard_numel(self)
+        if not isinstance(self.overlap, bool):
+            raise TypeError(f"Policy overlap={self.overlap!r}; expected True or False.")
 
     def divisor(self, count: int) -> float:
         """Returns what the sum over `count` contributions is divided by."""

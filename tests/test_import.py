@@ -21,6 +21,7 @@ PUBLIC = {
     "TrainState",
     "Zero3",
     "all_finite",
+    "apply_layers",
     "clip_by_global_norm",
     "gather_params",
     "gathered",

@@ -136,6 +136,12 @@ def test_least_size_of_a_leaf_that_is_cut():
         assert f"min_shard_numel={value!r}; expected a whole number" in message
 
 
+def test_overlap_is_a_bool():
+    assert message_of(TypeError, overlap=1) == (
+        "Policy overlap=1; expected True or False."
+    )
+
+
 @pytest.mark.parametrize("value", [1, 1 << 40], ids=["byte", "tebibyte"])
 def test_any_positive_size_is_taken(value):
     assert Policy(bucket_bytes=value, direct_bytes=value).bucket_bytes == value

@@ -217,12 +217,19 @@ class Zero3:
         )
         return result
 
-    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+    def lower(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        *,
+        platforms: tuple[str, ...] | None = None,
+    ) -> jax.stages.Lowered:
         """Returns the step lowered, for its cost and memory before it runs.
 
         Args:
           state: a state, or its shapes from `abstract_state`.
           batch: a batch, or its shapes.
+          platforms: such as ("cuda",), to compile for a mesh of described devices.
         """
         shapes = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -231,7 +238,8 @@ class Zero3:
             batch,
             batch_shardings(batch, self._options, self._mesh),
         )
-        lowered: jax.stages.Lowered = self._jitted.lower(state, shapes)
+        traced: jax.stages.Traced = self._jitted.trace(state, shapes)
+        lowered: jax.stages.Lowered = traced.lower(lowering_platforms=platforms)
         return lowered
 
     def abstract_state(

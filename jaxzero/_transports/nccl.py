@@ -27,6 +27,9 @@ _ON_COLLECTIVE_STREAM = {
     "_xla_stream_annotation": "collective",
     # Keeps XLA from taking the call out of its asynchronous region again.
     "inlineable": "false",
+    # JAX 0.11's scheduler leaves loop bodies alone that hold no collective it knows;
+    # the hint is one that it looks for.
+    "scheduler_hint": "force_delay",
 }
 
 

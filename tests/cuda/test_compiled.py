@@ -1,7 +1,6 @@
 """What XLA makes of the fused calls on an H200, compiled without one."""
 
 import dataclasses
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,21 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda import h200
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxzero
 from jaxzero import Policy, _ffi
 
-if importlib.util.find_spec("jax_plugins") is None or _ffi.cuda_obstacle():
-    pytest.skip(
-        f"compiling for CUDA: {_ffi.cuda_obstacle() or 'no plugin'}",
-        allow_module_level=True,
-    )
+h200.skip_unless_compiler()
 
-# Dumped on the card: compiling for it needs neither the card nor a driver.
-H200 = Path(__file__).with_name("h200.txtpb").read_text()
 RANKS = 4
 SHAPES = {"bias": (777,), "matrix": (4096, 1024), "narrow": (64, 333), "scalar": ()}
 ON_COLLECTIVES = "stream=communication_stream[0]"
@@ -33,10 +26,7 @@ ON_COLLECTIVES = "stream=communication_stream[0]"
 
 @pytest.fixture(scope="module")
 def devices() -> Any:
-    described = topologies.get_topology_desc(
-        "", "cuda", target_config=H200, topology=f"1x{RANKS}x1"
-    )
-    return np.array(described.devices)
+    return h200.devices(RANKS)
 
 
 @pytest.fixture

@@ -1,0 +1,118 @@
+"""apply_layers: each layer is gathered while the one before it computes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxzero._axis import Axis, bind_axis, varying
+from jaxzero._gathered import Shards, gather
+from jaxzero._layer_passes import (
+    backward_list,
+    backward_stacked,
+    forward_list,
+    forward_stacked,
+    take,
+)
+from jaxzero._layer_turns import Turns
+from jaxzero._tree import PyTree
+
+Layer = Callable[[PyTree, Any], Any]
+
+
+def apply_layers(fn: Layer, layers: PyTree, carry: PyTree) -> PyTree:
+    """Applies layers in order; sharded ones exist in full only around their turn.
+
+    For the subtrees that `zero3(..., layers=..., stacked=...)` names. Parameters of a
+    layer are gathered while the layer before computes, in forward and backward, and
+    its gradients are reduced while the next layer of the backward pass computes
+    (with `Policy(overlap=False)` one after the other). Activations inside a layer are
+    computed again in the backward pass; what goes from layer to layer is kept.
+
+    Given full parameters, as on one device, it is the plain loop or `lax.scan`.
+
+    Args:
+      fn: (params of one layer, carry) -> carry, of the same shapes and dtypes.
+      layers: a list or tuple with the parameters of each layer, alike in structure
+        and shapes, or a pytree of them stacked along dimension 0.
+      carry: pytree of arrays that goes through the layers.
+
+    Returns:
+      The carry after the last layer.
+
+    Raises:
+      ValueError: if there are no layers, or they are not alike.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxzero
+      >>> layers = [{"w": jnp.eye(2) * 2}, {"w": jnp.eye(2) * 3}]
+      >>> out = jaxzero.apply_layers(lambda p, x: x @ p["w"], layers, jnp.ones((1, 2)))
+      >>> print(out)
+      [[6. 6.]]
+    """
+    is_list = isinstance(layers, list | tuple)
+    nodes: list[Any] = list(layers) if is_list else [layers]
+    if not nodes:
+        raise ValueError("apply_layers: there are no layers; expected at least one.")
+    if not isinstance(nodes[0], Shards):
+        return _plain(fn, layers, carry, is_list)
+    recipe = nodes[0].recipe
+    _check_alike(nodes)
+    axis = bind_axis(recipe.axis_name, recipe.replicate_axis, "apply_layers")
+    carry = _lifted(axis, nodes, carry)
+    shards = [node.tree for node in nodes] if is_list else nodes[0].tree
+    first = shards[0] if is_list else take(shards, 0)
+    # What fn closes over may need a gradient too.
+    closed, consts = jax.closure_convert(fn, gather(Shards(first, recipe)), carry)
+    turns = Turns(closed, recipe)
+    forward: Any = forward_list if is_list else forward_stacked
+    backward: Any = backward_list if is_list else backward_stacked
+
+    @jax.custom_vjp
+    def run(shards: PyTree, carry: PyTree, consts: list[Any]) -> PyTree:
+        return forward(turns, shards, carry, consts)[0]
+
+    def run_forward(shards: PyTree, carry: PyTree, consts: list[Any]) -> Any:
+        result, saved = forward(turns, shards, carry, consts)
+        return result, (shards, saved, consts)
+
+    def run_backward(kept: Any, cotangent: PyTree) -> Any:
+        return backward(turns, *kept, cotangent)
+
+    run.defvjp(run_forward, run_backward)
+    return run(shards, carry, consts)
+
+
+def _plain(fn: Layer, layers: PyTree, carry: PyTree, is_list: bool) -> PyTree:
+    if is_list:
+        for params in layers:
+            carry = fn(params, carry)
+        return carry
+    carry, _ = lax.scan(lambda carry, params: (fn(params, carry), None), carry, layers)
+    return carry
+
+
+def _check_alike(nodes: Sequence[Any]) -> None:
+    for i, node in enumerate(nodes):
+        if (
+            not isinstance(node, Shards)
+            or node.recipe != nodes[0].recipe
+            or str(jax.tree.structure(node)) != str(jax.tree.structure(nodes[0]))
+        ):
+            raise ValueError(
+                f"apply_layers: layer {i} differs from layer 0 in structure, shapes, "
+                f"dtypes or cuts; expected layers that are alike, all named by layers= "
+                f"of zero3. Call a jaxzero.gathered function for each layer instead."
+            )
+
+
+def _lifted(axis: Axis, nodes: Sequence[Shards], carry: PyTree) -> PyTree:
+    """Types the carry as varying over all that a layer's result varies over."""
+    if not axis.typed:
+        return carry
+    names = frozenset(axis.all_names)
+    for leaf in jax.tree.leaves((nodes, carry)):
+        names |= varying(leaf)
+    return jax.tree.map(lambda leaf: axis.lift(jnp.asarray(leaf), names), carry)
