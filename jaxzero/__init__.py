@@ -3,6 +3,9 @@
 from importlib.metadata import version as _version
 
 from jaxzero._apply_layers import apply_layers as apply_layers
+from jaxzero._estimate import DeviceBytes as DeviceBytes
+from jaxzero._estimate import MemoryEstimate as MemoryEstimate
+from jaxzero._estimate import estimate_memory as estimate_memory
 from jaxzero._ffi import CUSTOM_CALLS as CUSTOM_CALLS
 from jaxzero._gather_params import gather_params as gather_params
 from jaxzero._gathered import gathered as gathered

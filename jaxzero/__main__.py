@@ -7,6 +7,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "demo": "train a small transformer with everything sharded, on CPU devices",
     "doctor": "say what is installed, what works, and how to fix the rest",
+    "plan": "show buckets and memory of a known model, without a device",
 }
 
 HELP = """\

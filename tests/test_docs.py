@@ -29,6 +29,7 @@ MODULES = [
     "_norm",
     "_norm_clip",
     "_loss_scale",
+    "_estimate",
 ]
 
 

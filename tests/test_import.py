@@ -11,9 +11,11 @@ import jaxzero
 
 PUBLIC = {
     "CUSTOM_CALLS",
+    "DeviceBytes",
     "GradientTransformation",
     "LossScale",
     "LossScaleState",
+    "MemoryEstimate",
     "Metrics",
     "Plan",
     "Policy",
@@ -23,6 +25,7 @@ PUBLIC = {
     "all_finite",
     "apply_layers",
     "clip_by_global_norm",
+    "estimate_memory",
     "gather_params",
     "gathered",
     "global_norm",

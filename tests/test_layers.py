@@ -55,6 +55,11 @@ LAYERS: dict[str, set[str]] = {
     "_train.export": {"jax", "numpy"},
     "_train.zero3": {"jax"},
     "_train": set(),
+    "_memory.live": set(),
+    "_memory.step": set(),
+    "_memory.moments": set(),
+    "_memory": set(),
+    "_estimate": {"jax"},
     "": set(),
 }
 """The library, from the bottom to `jaxzero` itself."""

@@ -1,0 +1,1 @@
+"""What a ZeRO-3 step needs of a device's memory, from its plans alone."""

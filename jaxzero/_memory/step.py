@@ -1,0 +1,144 @@
+"""The gathers and reductions of a ZeRO-3 step, as what is alive during each."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxzero._cut import cut_leaf
+from jaxzero._dtypes import check_summable, like_kind
+from jaxzero._memory.live import Alive, array_bytes, gathering, reducing
+from jaxzero._plan import LIMITS, LeafSpec, build_plan
+from jaxzero._policy import Policy
+from jaxzero._train.layout import Group, Layout, LeafLayout
+from jaxzero._train.options import Sync
+
+Leaves = Sequence[LeafLayout]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What decides the memory of a step.
+
+    Attributes:
+      layout: how the parameters lie.
+      policy: dtypes and sizes; its transport is "nccl" or "xla".
+      replicas: copies of each shard.
+      accumulate: microbatches.
+      sync: when gradients meet.
+    """
+
+    layout: Layout
+    policy: Policy
+    replicas: int
+    accumulate: int
+    sync: Sync
+
+    @property
+    def loops(self) -> bool:
+        """Whether there are several microbatches, in a loop."""
+        return self.accumulate > 1
+
+    @property
+    def keeps_full(self) -> bool:
+        """Whether gradients of several microbatches are added in full size."""
+        return self.loops and self.sync == "last"
+
+    @property
+    def fused(self) -> bool:
+        """Whether a gather or reduction is one call, that of transport "nccl"."""
+        return self.policy.transport == "nccl"
+
+    @property
+    def resident(self) -> Leaves:
+        """Leaves outside layers."""
+        entries = self.layout.entries
+        return [self.layout.leaves[e] for e in entries if not isinstance(e, Group)]
+
+    def members(self, group: Group) -> Leaves:
+        """Leaves of a group."""
+        return self.layout.leaves[group.begin : group.end]
+
+    def compute_dtype(self, leaf: LeafLayout) -> str:
+        """Dtype of a gathered parameter, and of its gradient."""
+        dtype = check_summable(leaf.dtype, leaf.path, self.policy.comm_dtype)
+        asked = self.policy.compute_dtype
+        if asked is None:
+            return dtype
+        return like_kind(dtype, asked, leaf.path, "compute_dtype")
+
+    def full_bytes(self, leaves: Leaves) -> int:
+        """Bytes of the leaves in full size, in the dtype of computing."""
+        return sum(array_bytes(leaf.shape, self.compute_dtype(leaf)) for leaf in leaves)
+
+    def gathering(self, leaves: Leaves) -> list[Alive]:
+        """Returns what is alive while leaves, or one layer of each, are gathered."""
+        policy = dataclasses.replace(self.policy, comm_dtype=None, reduction="native")
+        specs = map(self._spec, leaves)
+        plan = build_plan(
+            [dataclasses.replace(spec, reduced=spec.whole) for spec in specs],
+            self.layout.group_size,
+            policy,
+            limits=LIMITS[policy.transport],
+            sums=False,
+        )
+        return list(gathering(plan, fused=self.fused))
+
+    def reducing(self, leaves: Leaves, *, accumulates: bool) -> list[Alive]:
+        """Returns what is alive while their gradients, or of one layer, are reduced.
+
+        Args:
+          leaves: the leaves.
+          accumulates: whether the shards are added to accumulators.
+        """
+        specs = [self._spec(leaf) for leaf in leaves]
+        if self.keeps_full:
+            specs = [dataclasses.replace(s, dtype=s.shard_dtype) for s in specs]
+        plan = build_plan(
+            specs,
+            self.layout.group_size,
+            self.policy,
+            limits=LIMITS[self.policy.transport],
+            replicas=1 if self.sync == "replicas_last" else self.replicas,
+            accumulates=accumulates,
+        )
+        return list(
+            reducing(
+                plan,
+                fused=self.fused,
+                accumulates=accumulates,
+                kept=self.keeps_full,
+            )
+        )
+
+    def reducing_over_replicas(self) -> list[Alive]:
+        """Returns what is alive while all shards are summed over replicas."""
+        specs = [
+            LeafSpec(
+                path=leaf.path,
+                shape=leaf.shard_shape,
+                dtype=leaf.stored,
+                shard_dtype=leaf.stored,
+                cut=cut_leaf("whole", leaf.path, leaf.shard_shape, self.replicas),
+            )
+            for leaf in self.layout.leaves
+        ]
+        plan = build_plan(
+            specs,
+            self.replicas,
+            dataclasses.replace(self.policy, comm_dtype=None),
+            limits=LIMITS[self.policy.transport],
+        )
+        return list(reducing(plan, fused=self.fused, accumulates=False, kept=True))
+
+    def _spec(self, leaf: LeafLayout) -> LeafSpec:
+        return LeafSpec(
+            path=leaf.path,
+            shape=leaf.unit_shape,
+            dtype=self.compute_dtype(leaf),
+            shard_dtype=leaf.stored,
+            cut=leaf.cut,
+        )
+
+
+def shard_bytes(leaves: Leaves) -> int:
+    """Returns the bytes of one rank's shards, in the dtype in which they are stored."""
+    return sum(array_bytes(leaf.shard_shape, leaf.stored) for leaf in leaves)
