@@ -66,14 +66,15 @@ class LeafLayout:
         spec = partition_spec(self.cut, names)
         return spec if self.layers is None else PartitionSpec(None, *spec)
 
-    def to_global(self, leaf: Any, xp: Any = jnp) -> Any:
+    def to_global(self, leaf: Any, xp: Any = jnp, dtype: Any = None) -> Any:
         """Returns the leaf padded and reshaped to the global shape.
 
         Args:
-          leaf: the leaf in true shape.
+          leaf: the leaf, or a moment of it, in true shape.
           xp: NumPy or jax.numpy.
+          dtype: dtype of the result; if None, that of the shards.
         """
-        leaf = leaf.astype(self.stored)
+        leaf = leaf.astype(self.stored if dtype is None else dtype)
         if self.cut.layout == "whole":
             return leaf
         stack = self._stack(())

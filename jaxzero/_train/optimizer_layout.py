@@ -1,6 +1,8 @@
 """Which leaves of an optimizer's state are shards, and of which parameter."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -17,8 +19,10 @@ def match_leaves(
     """Returns for each leaf of an optimizer's state the parameter that it belongs to.
 
     Optimizers keep their moments in trees like that of the parameters, somewhere in
-    their state, so a moment's key path ends with that of its parameter. What matches
-    no parameter, such as a step count, is the same on every rank.
+    their state, so a moment's key path ends with that of its parameter. Where several
+    parameters fit (a model may have a part named "mu", too), the tree with most
+    parameters in it counts. What matches no parameter, such as a step count, is the
+    same on every rank.
 
     Args:
       state: the optimizer's state, or its shapes.
@@ -27,16 +31,19 @@ def match_leaves(
     """
     by_keys = {leaf.keys: leaf for leaf in params}
     longest = max((len(keys) for keys in by_keys), default=0)
-    owners: list[LeafLayout | None] = []
+    # Per leaf: where a tree of moments would start, and the parameter that fits then.
+    fitting: list[dict[tuple[Any, ...], LeafLayout]] = []
     for keys, value in jax.tree_util.tree_leaves_with_path(state):
-        owner = None
-        for length in range(min(longest, len(keys)), -1, -1):
-            found = by_keys.get(tuple(keys[len(keys) - length :]))
+        fits = {}
+        for start in range(max(0, len(keys) - longest), len(keys) + 1):
+            found = by_keys.get(tuple(keys[start:]))
             if found is not None and tuple(value.shape) == shape_of(found):
-                owner = found
-                break
-        owners.append(owner)
-    return owners
+                fits[tuple(keys[:start])] = found
+        fitting.append(fits)
+    votes = Counter(start for fits in fitting for start in fits)
+    return [
+        fits[max(fits, key=votes.__getitem__)] if fits else None for fits in fitting
+    ]
 
 
 def check_replicated(

@@ -15,7 +15,7 @@ from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import CutTree
 from jaxzero._loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
-from jaxzero._train import export
+from jaxzero._train import export, restore
 from jaxzero._train.batch import batch_shardings, batch_spec, batch_specs
 from jaxzero._train.layout import Layout
 from jaxzero._train.make_layout import Globs, make_layout
@@ -68,7 +68,8 @@ def zero3(
       optimizer: an optax transformation, or anything with its `init` and `update`. It
         runs on shards, so it must treat all elements of a leaf alike (adamw, lion,
         sgd, ...); one that does not is refused by `init`. A leaf that is cut flat has
-        one dimension there: choose what to decay by name, not by `ndim`.
+        one dimension there: choose what to decay by key path, not by `ndim`, or give
+        such leaves a cut that keeps their dimensions (0); else `init` refuses, too.
       mesh: mesh of all devices.
       axis_name: mesh axis, or tuple of axes, to shard over.
       policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
@@ -290,30 +291,29 @@ class Zero3:
 
         Args:
           exported: the dict, of arrays on any devices or of NumPy arrays.
-          like: true shapes and dtypes of the parameters, where the dtypes differ from
-            those stored (`policy.shard_dtype`).
+          like: the parameters or their true shapes and dtypes, where those of
+            `exported` differ in dtype (`policy.shard_dtype`) or have become dicts
+            in place of modules; leaves are then found by name.
 
         Raises:
-          ValueError: for a missing part, or a structure or shape that differs from
-            what this optimizer and `like` have.
+          ValueError: naming a part or leaf that is missing, that this optimizer and
+            `like` do not have, or whose shape differs.
         """
-        layout = self._layout(exported["params"] if like is None else like)
-        params, opt_state = export.from_true(
+        layout = self._layout(restore.saved_params(exported) if like is None else like)
+        first = self._first_loss_scale()
+        placed = restore.from_true(
             exported,
             layout,
             self._optimizer.shapes(layout),
             self._optimizer.specs(layout),
+            first,
             self._mesh,
         )
         return TrainState(
-            step=self._everywhere(jnp.asarray(exported["step"])),
-            params=params,
-            opt_state=opt_state,
-            loss_scale=self._everywhere(
-                export.saved_loss_scale(
-                    exported.get("loss_scale"), self._first_loss_scale()
-                )
-            ),
+            step=placed["step"],
+            params=placed["params"],
+            opt_state=placed["opt_state"],
+            loss_scale=placed.get("loss_scale", self._everywhere(first)),
             layout=layout,
         )
 
