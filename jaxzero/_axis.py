@@ -17,6 +17,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AxisName = str | tuple[str, ...]
 
+RETYPES = frozenset("pcast pvary reshard sharding_constraint".split())
+"""Primitives that change how a value's type varies or is sharded, and no number."""
+
 _UNVARYING = jax.sharding.ManualAxisType(varying=frozenset())
 
 _FIX = (

@@ -48,7 +48,7 @@ LAYERS: dict[str, set[str]] = {
     "_train.grads": {"jax"},
     "_train.step": {"jax"},
     "_train.optimizer_layout": {"jax"},
-    "_train.elementwise": {"jax"},
+    "_train.elementwise": {"jax", "numpy"},
     "_train.optimizer": {"jax"},
     "_train.batch": {"jax"},
     "_train.processes": {"jax", "numpy"},

@@ -1,5 +1,6 @@
 """An optimizer on shards: what its state looks like on a rank and on the mesh."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxzero._axis import aval_varies
-from jaxzero._train.elementwise import check_elementwise
+from jaxzero._axis import aval_varies, bind_axis
+from jaxzero._train.elementwise import check_any_shape, check_elementwise
 from jaxzero._train.layout import Layout, LeafLayout
 from jaxzero._train.optimizer_layout import check_replicated, match_leaves
 from jaxzero._train.options import Optimizer
@@ -68,14 +69,47 @@ class ShardedOptimizer:
 
     def _look(self, layout: Layout) -> tuple[PyTree, list[LeafLayout | None]]:
         if layout not in self._known:
-            self._known[layout] = self._traced(layout)
+            self._known[layout] = self._checked(layout)
         return self._known[layout]
 
-    def _traced(self, layout: Layout) -> tuple[PyTree, list[LeafLayout | None]]:
+    def _checked(self, layout: Layout) -> tuple[PyTree, list[LeafLayout | None]]:
         """Traces it, and refuses one whose result depends on how leaves are cut."""
+        shards = self._traced(layout, layout.abstract(self._mesh), layout.specs)
+        owners = match_leaves(
+            shards.state, layout.leaves, lambda leaf: leaf.shard_shape
+        )
+        check_replicated(shards.state, owners, shards.varying)
+        check_elementwise(shards.program, layout.names, shards.results)
+        everywhere = NamedSharding(self._mesh, P())
+        likes = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.stored, sharding=everywhere)
+            for leaf in layout.leaves
+        ]
+        specs = [P() for _ in likes]
+        try:
+            leaves = self._traced(
+                layout, layout.unflatten(likes), layout.unflatten(specs)
+            )
+        except ValueError:
+            # It asks for shards, as jaxzero.clip_by_global_norm with `like` does, so
+            # it knows that it does not see leaves.
+            return shards.state, owners
+        check_any_shape(shards.program, leaves.program, shards.results, leaves.results)
+        return shards.state, owners
+
+    def _traced(self, layout: Layout, params: PyTree, specs: PyTree) -> "_Traced":
+        """Traces its start and one update."""
         seen: dict[str, Any] = {}
 
         def probe(params: PyTree) -> PyTree:
+            axis = bind_axis(layout.names, None, "zero3")
+            lifted = [
+                value if leaf.cut.layout == "whole" else axis.lift(value, axis.names)
+                for leaf, value in zip(
+                    layout.leaves, jax.tree.leaves(params), strict=True
+                )
+            ]
+            params = layout.unflatten(lifted)
             state = self._optimizer.init(params)
             seen["state"] = jax.eval_shape(lambda: state)
             seen["varying"] = [
@@ -90,15 +124,25 @@ class ShardedOptimizer:
         mapped = jax.shard_map(
             probe,
             mesh=self._mesh,
-            in_specs=(layout.specs,),
+            in_specs=(specs,),
             out_specs=P(self._mesh.axis_names),
         )
-        program = jax.make_jaxpr(mapped)(layout.abstract(self._mesh))
-        owners = match_leaves(
-            seen["state"], layout.leaves, lambda leaf: leaf.shard_shape
-        )
-        check_replicated(seen["state"], owners, seen["varying"])
-        for eqn in program.jaxpr.eqns:
-            if eqn.primitive.name == "shard_map":
-                check_elementwise(eqn.params["jaxpr"], layout.names, seen["results"])
-        return seen["state"], owners
+        (eqn,) = jax.make_jaxpr(mapped)(params).jaxpr.eqns
+        return _Traced(program=eqn.params["jaxpr"], **seen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Traced:
+    """An optimizer as its first update shows it.
+
+    Attributes:
+      program: what it computes, a jaxpr.
+      state: shapes of its first state.
+      varying: per leaf of the state, whether its type says that it differs by rank.
+      results: shapes of (updates, state).
+    """
+
+    program: Any
+    state: PyTree
+    varying: list[bool]
+    results: PyTree
