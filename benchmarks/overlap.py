@@ -4,8 +4,8 @@ r"""How much communication a training step hides: `python benchmarks/overlap.py`
     python -m jaxzero.testing.launch -n 2 --platform cuda -- \
         python benchmarks/overlap.py
 
-A step of layers that are two matrix products each: parameters are gathered in bfloat16
-layer by layer, in forward and backward, gradients are reduce-scattered to float32
+A step of layers of four matrix products: parameters are gathered in bfloat16 layer by
+layer, in forward and backward, gradients are reduce-scattered to float32
 shards, and SGD updates them. Exposed time is that of a step minus that of the same step
 whose gathers and reductions stay on the device. `native` is what a JAX user would
 write: `jax.checkpoint` around `lax.all_gather` and a layer, whose transpose is
@@ -32,13 +32,15 @@ from jaxzero import Policy
 from jaxzero.testing import initialize, started_by
 
 AXIS = "data"
+LAYOUTS = ("listed", "stacked")
 RATE = 1e-6
 Tree = Any
 Step = Callable[[Any, Any], Any]
 
 
 def layer(own: Tree, hidden: jax.Array) -> jax.Array:
-    """Two matrix products."""
+    """The matrix products of a transformer block."""
+    hidden = hidden + jnp.tanh(hidden @ own["query"]) @ own["out"]
     return hidden + jnp.tanh(hidden @ own["up"]) @ own["down"]
 
 
@@ -69,10 +71,13 @@ class Bench:
         width = self.width
 
         def block() -> Tree:
-            return {
-                "up": jnp.full((*stack, width, 4 * width), 1e-3),
-                "down": jnp.full((*stack, 4 * width, width), 1e-3),
+            shapes = {
+                "query": (width, width),
+                "out": (width, width),
+                "up": (width, 4 * width),
+                "down": (4 * width, width),
             }
+            return {k: jnp.full((*stack, *s), 1e-3) for k, s in shapes.items()}
 
         return {"blocks": block() if stack else [block() for _ in range(self.layers)]}
 
@@ -183,11 +188,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=32768, help="per device")
+    parser.add_argument(
+        "--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS, help="default: all"
+    )
     options = parser.parse_args()
     if started_by():
         initialize()
     table: list[record.Row] = []
-    for stacked in (False, True):
+    for layout in options.layouts:
+        stacked = layout == "stacked"
         bench = Bench(options.width, options.layers, options.tokens, stacked)
         table += rows(bench, options.repeats)
         if options.trace and not stacked:

@@ -66,7 +66,7 @@ def apply_layers(fn: Layer, layers: PyTree, carry: PyTree) -> PyTree:
     first = shards[0] if is_list else take(shards, 0)
     # What fn closes over may need a gradient too.
     closed, consts = jax.closure_convert(fn, gather(Shards(first, recipe)), carry)
-    turns = Turns(closed, recipe)
+    turns = Turns(closed, recipe, axis.group_size * axis.replicas)
     forward: Any = forward_list if is_list else forward_stacked
     backward: Any = backward_list if is_list else backward_stacked
 

@@ -17,9 +17,11 @@ class Turns:
     collective may run beside: with overlap the layer whose turn it is, else nothing.
     """
 
-    def __init__(self, fn: Callable[..., Any], recipe: Recipe) -> None:
+    def __init__(self, fn: Callable[..., Any], recipe: Recipe, ranks: int) -> None:
         self._fn = fn
         self._recipe = recipe
+        # One rank alone copies; beside a layer that takes its bandwidth away.
+        self._overlap = recipe.policy.overlap and ranks > 1
 
     def gather(self, shards: PyTree) -> PyTree:
         """Returns the full parameters of one layer."""
@@ -40,7 +42,7 @@ class Turns:
         self, full: PyTree, carry: PyTree, consts: list[Any], following: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Applies a layer and gathers the one that follows."""
-        if self._recipe.policy.overlap:
+        if self._overlap:
             carry, following = lax.optimization_barrier((carry, following))
             return self._fn(full, carry, *consts), self.gather(following)
         carry = self._fn(full, carry, *consts)
@@ -75,7 +77,7 @@ class Turns:
         barrier: Any = lax.optimization_barrier
         cotangent, saved = barrier((cotangent, saved))
         reduced = None if pending is None else self.reduce(pending, shards)
-        if not self._recipe.policy.overlap:
+        if not self._overlap:
             cotangent, saved, reduced = barrier((cotangent, saved, reduced))
         # Runs the layer again, beside the reduction: it needs no cotangent.
         pull: Any = jax.vjp(
@@ -84,7 +86,7 @@ class Turns:
             saved,
             consts,
         )[1]
-        if self._recipe.policy.overlap:
+        if self._overlap:
             # Two collectives never run at once, so the gather gets the other half.
             pull, cotangent, reduced, following = barrier(
                 (pull, cotangent, reduced, following)
