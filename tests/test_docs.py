@@ -30,6 +30,9 @@ MODULES = [
     "_norm_clip",
     "_loss_scale",
     "_estimate",
+    "_gathered",
+    "_apply_layers",
+    "_train.zero3",
 ]
 
 
@@ -88,7 +91,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
