@@ -117,3 +117,24 @@ def sharded(zero: Any, state: Any, data: list[Tree]) -> tuple[Curve, Any]:
         # Read each, so that few programs are in flight on CPU devices.
         curve.append((float(metrics.loss), float(metrics.grad_norm)))
     return curve, state
+
+
+def assert_as_unsharded(
+    zero: Any,
+    loss_fn: Callable[..., jax.Array],
+    optimizer: optax.GradientTransformation,
+    params: Tree,
+    steps: int = 3,
+) -> Any:
+    """Checks losses, gradient norms and parameters; returns the last state."""
+    data = batches(steps)
+    want, want_params = unsharded(loss_fn, optimizer, params, data)
+    found, state = sharded(zero, zero.init(params), data)
+    np.testing.assert_allclose(found, want, rtol=2e-4)
+    exported = zero.export_state(state)["params"]
+    assert jax.tree.structure(exported) == jax.tree.structure(params)
+    for one, other in zip(
+        jax.tree.leaves(exported), jax.tree.leaves(want_params), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
+    return state

@@ -20,8 +20,9 @@ KEY = 5
 SCALE = LossScale(initial=8.0, growth_interval=2)
 OPTIMIZERS: dict[str, Any] = {
     "adam": optax.adam(1e-2),
-    "multi": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-    "bf16-moments": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "multi": optax.MultiSteps(
+        optax.adam(1e-2, mu_dtype=jnp.bfloat16), 2
+    ).gradient_transformation(),
 }
 
 Tree = Any
@@ -122,7 +123,13 @@ MESHES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, marks=pytest.mark.slow if mesh in ("8", "6", "2x2") else ())
+        for mesh in MESHES
+    ],
+)
 def test_training_continues_on_another_mesh(
     make_mesh: MakeMesh, saved: Any, expected: Any, mesh: str
 ) -> None:
@@ -167,28 +174,24 @@ def test_ten_elements_on_other_numbers_of_ranks(
     )
 
 
-@pytest.mark.parametrize("optimizer", ["multi", "bf16-moments"])
-def test_numpy_arrays_go_in(
-    make_mesh: MakeMesh, saved: Any, expected: Any, optimizer: str
-) -> None:
-    host = copies(saved(optimizer))
+def test_numpy_arrays_go_in(make_mesh: MakeMesh, saved: Any, expected: Any) -> None:
+    host = copies(saved("multi"))
     kept = copies(host)
-    zero = make(make_mesh(3), optimizer)
+    zero = make(make_mesh(3), "multi")
     state = zero.import_state(host)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(zero.export_state(state))]
-    assert dtypes == [leaf.dtype for leaf in jax.tree.leaves(host)]
+    assert state.opt_state.inner_opt_state[0].mu["in"].dtype == jnp.bfloat16
     rest = training.batches(BEFORE + AFTER)[BEFORE:]
     curve, _ = training.sharded(zero, state, rest)
-    rtol = 1e-2 if optimizer == "bf16-moments" else 2e-4
+    # Moments in bfloat16 round what summation order changes.
     np.testing.assert_allclose(
-        [loss for loss, _ in curve], expected(optimizer)[BEFORE:], rtol=rtol
+        [loss for loss, _ in curve], expected("multi")[BEFORE:], rtol=1e-2
     )
     assert_equal(host, kept)
 
 
 def test_what_goes_in_comes_out(make_mesh: MakeMesh, saved: Any) -> None:
-    for shape in (8, 3, 1):
-        zero = make(make_mesh(shape))
+    for ranks in (8, 3):
+        zero = make(make_mesh(ranks))
         assert_equal(zero.export_state(zero.import_state(saved())), copies(saved()))
 
 
