@@ -37,6 +37,10 @@ class Policy:
         on every rank (all-reduced in the same call).
       overlap: let collectives of `apply_layers` run beside the layer whose turn it is;
         full parameters and gradients of one more layer then exist at a time.
+      flush_bytes: split `shard_grads` of a whole tree into calls of at least so many
+        bytes, from its last leaves on, so that the first ones run beside the rest of
+        the backward pass (with JAX 0.12 and later); None for one call. For transport
+        "nccl".
       reduction: `"native"` sums in the comm dtype inside the collective, `"float32"`
         exchanges the comm dtype and sums in float32 (float64 for 64-bit leaves) in
         rank order: one rounding, deterministic.
@@ -57,6 +61,7 @@ class Policy:
     direct_bytes: int | None = None
     min_shard_numel: int = 0
     overlap: bool = True
+    flush_bytes: int | None = None
     reduction: Reduction = "native"
     transport: Transport = "auto"
 
@@ -79,6 +84,7 @@ class Policy:
             object.__setattr__(self, "divide_by", _checked_divisor(self.divide_by))
         _check_bytes(self, "bucket_bytes", minimum=1)
         _check_bytes(self, "direct_bytes", minimum=0)
+        _check_bytes(self, "flush_bytes", minimum=1)
         _check_min_shard_numel(self)
         if not isinstance(self.overlap, bool):
             raise TypeError(f"Policy overlap={self.overlap!r}; expected True or False.")
@@ -130,7 +136,7 @@ def _check_bytes(policy: Policy, field: str, minimum: int) -> None:
     if value < minimum:
         raise ValueError(
             f"Policy {field}={value}; expected at least {minimum} "
-            f"(bytes), or None for the transport's default."
+            f"(bytes), or None for the default."
         )
 
 

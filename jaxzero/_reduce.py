@@ -11,7 +11,8 @@ from jax import lax
 from jaxzero._axis import Axis, mask_to_first
 from jaxzero._cut import Cut, Shape
 from jaxzero._debug import log_nonfinite
-from jaxzero._plan import LIMITS, LeafSpec, Plan, build_plan
+from jaxzero._dtypes import component_bytes
+from jaxzero._plan import LIMITS, Bucket, LeafSpec, Plan, build_plan
 from jaxzero._policy import Policy
 from jaxzero._stats import of_rank
 from jaxzero._transports import TRANSPORTS, Choice, choose
@@ -21,23 +22,33 @@ Reduced = tuple[list[jax.Array], jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Flush:
+    """Leaves that are reduced by one call of a transport.
+
+    Attributes:
+      leaves: their numbers.
+      plan: the plan for them alone.
+    """
+
+    leaves: tuple[int, ...]
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduction:
     """What is planned for one call.
 
     Attributes:
       axis: its axis.
       choice: the transports that may carry it out.
-      plans: the plan for each; they differ only in how leaves travel.
+      plan: a plan for all leaves, for what all transports and flushes agree in.
+      flushes: what each transport carries out, in order.
     """
 
     axis: Axis
     choice: Choice
-    plans: Mapping[str, Plan]
-
-    @property
-    def any_plan(self) -> Plan:
-        """A plan, for what all of them agree in."""
-        return self.plans[self.choice.names[0]]
+    plan: Plan
+    flushes: Mapping[str, tuple[Flush, ...]]
 
 
 def plan_reduction(
@@ -45,18 +56,55 @@ def plan_reduction(
 ) -> Reduction:
     """Plans a reduction for every transport that may carry it out."""
     choice = choose(policy, axis.platform)
-    plans = {
-        name: build_plan(
-            specs,
+
+    def plan(name: str, numbers: Sequence[int]) -> Plan:
+        return build_plan(
+            [specs[i] for i in numbers],
             axis.group_size,
             policy,
             limits=LIMITS[name],
             replicas=axis.replicas,
             accumulates=accumulates,
         )
-        for name in choice.names
-    }
-    return Reduction(axis=axis, choice=choice, plans=plans)
+
+    return Reduction(
+        axis=axis,
+        choice=choice,
+        plan=plan(choice.names[0], range(len(specs))),
+        flushes={
+            name: tuple(
+                Flush(leaves=numbers, plan=plan(name, numbers))
+                for numbers in _split(specs, policy, name)
+            )
+            for name in choice.names
+        },
+    )
+
+
+def _split(
+    specs: Sequence[LeafSpec], policy: Policy, transport: str
+) -> list[tuple[int, ...]]:
+    """Returns the leaves of each flush: all, or from the last one on some at a time.
+
+    Backward passes give the gradients of the last layers first.
+    """
+    everything = tuple(range(len(specs)))
+    # Only the calls of this transport run beside anything.
+    if policy.flush_bytes is None or transport != "nccl":
+        return [everything]
+    parts: list[tuple[int, ...]] = []
+    part: list[int] = []
+    size = 0
+    for number in reversed(everything):
+        spec = specs[number]
+        part.append(number)
+        size += spec.shard_components * spec.cut.ranks * component_bytes(spec.dtype)
+        if size >= policy.flush_bytes:
+            parts.append(tuple(sorted(part)))
+            part, size = [], 0
+    if part:
+        parts.append(tuple(sorted(part)))
+    return parts or [everything]
 
 
 def reduce_leaves(
@@ -73,7 +121,7 @@ def reduce_leaves(
     Returns:
       Shards in plan order, and what `of_rank` measures of them, if asked for.
     """
-    plan, axis = reduction.any_plan, reduction.axis
+    plan, axis = reduction.plan, reduction.axis
     log_nonfinite(axis, [spec.path for spec in plan.leaves], leaves)
     prepared = [
         _prepare(plan, axis, spec, leaf)
@@ -167,12 +215,27 @@ def _differentiable(
     axis = reduction.axis
 
     def carry_out(name: str, leaves: Arrays, into: Arrays | None) -> Reduced:
-        plan = reduction.plans[name]
-        shards, measured = TRANSPORTS[name].reduce_scatter(
-            plan, axis, leaves, into, with_stats
-        )
-        stats = of_rank(plan, axis, measured) if with_stats else None
-        return _lift_shards(plan, axis, shards), stats
+        shards: dict[int, jax.Array] = {}
+        measured: list[jax.Array] = []
+        buckets: list[Bucket] = []
+        for flush in reduction.flushes[name]:
+            own = [leaves[i] for i in flush.leaves]
+            if shards and own:
+                # One at a time, so that temporary memory does not add up.
+                own, _ = lax.optimization_barrier((own, list(shards.values())[-1]))
+            found, stats = TRANSPORTS[name].reduce_scatter(
+                flush.plan,
+                axis,
+                own,
+                None if into is None else [into[i] for i in flush.leaves],
+                with_stats,
+            )
+            shards |= zip(flush.leaves, found, strict=True)
+            measured += stats
+            buckets += flush.plan.buckets
+        ordered = [shards[i] for i in range(len(leaves))]
+        total = of_rank(buckets, axis, measured) if with_stats else None
+        return _lift_shards(reduction.plan, axis, ordered), total
 
     @jax.custom_vjp
     def run(leaves: Arrays, into: Arrays | None) -> Reduced:
@@ -186,7 +249,7 @@ def _differentiable(
         shards, _ = cotangents
         # Zeros stand for the leaves, so that no gradient outlives its reduction.
         zeros = [axis.lift_to(jnp.zeros(t.shape, t.dtype), t) for t in types]
-        plan = reduction.any_plan
+        plan = reduction.plan
         _, transpose = jax.vjp(lambda leaves: _plain_sum(plan, axis, leaves), zeros)
         return transpose(shards)[0], (shards if had_into else None)
 

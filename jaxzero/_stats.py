@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxzero._axis import Axis, varying
-from jaxzero._plan import Plan
+from jaxzero._plan import Bucket
 
 
 class Stats(NamedTuple):
@@ -25,11 +25,13 @@ class Stats(NamedTuple):
     all_finite: jax.Array
 
 
-def of_rank(plan: Plan, axis: Axis, measured: Sequence[jax.Array]) -> jax.Array:
+def of_rank(
+    buckets: Sequence[Bucket], axis: Axis, measured: Sequence[jax.Array]
+) -> jax.Array:
     """Combines the measurements of all buckets on one rank.
 
     Args:
-      plan: the plan that was carried out.
+      buckets: the buckets that were carried out.
       axis: its axis.
       measured: per bucket float32[2], norm and 1 if finite.
 
@@ -37,7 +39,7 @@ def of_rank(plan: Plan, axis: Axis, measured: Sequence[jax.Array]) -> jax.Array:
       float32[3]: norm of the leaves that are cut, norm of those that are whole, and 1
       if all are finite.
     """
-    whole = [bucket.whole for bucket in plan.buckets]
+    whole = [bucket.whole for bucket in buckets]
     cut = [m[0] for m, is_whole in zip(measured, whole, strict=True) if not is_whole]
     kept = [m[0] for m, is_whole in zip(measured, whole, strict=True) if is_whole]
     finite = [m[1] for m in measured]

@@ -112,15 +112,15 @@ def test_dtype_that_cannot_hold_sums(field, value, found):
 
 @pytest.mark.parametrize(
     ("field", "least", "value"),
-    [("bucket_bytes", 1, 0), ("bucket_bytes", 1, -1), ("direct_bytes", 0, -1)],
+    [("bucket_bytes", 1, 0), ("flush_bytes", 1, -1), ("direct_bytes", 0, -1)],
 )
 def test_size_below_the_least(field, least, value):
     message = message_of(ValueError, **{field: value})
     assert f"Policy {field}={value}; expected at least {least} (bytes)" in message
-    assert "or None for the transport's default" in message
+    assert "or None for the default" in message
 
 
-@pytest.mark.parametrize("field", ["bucket_bytes", "direct_bytes"])
+@pytest.mark.parametrize("field", ["bucket_bytes", "direct_bytes", "flush_bytes"])
 @pytest.mark.parametrize("value", [1.5, 1e6, True, "1 MiB"], ids=repr)
 def test_size_that_is_no_whole_number(field, value):
     message = message_of(TypeError, **{field: value})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from cuda import h200
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxzero
 from jaxzero import Policy, zero3
@@ -178,3 +178,62 @@ def test_overlap_costs_a_layer_and_its_buckets(tmp_path: Path, layout: str) -> N
     assert on - off < 2 * LAYER_BYTES
     # A quarter of a layer each are the shards of all gradients, which a loop collects.
     assert on < (8 + (layout == "stacked") * LAYERS / 4) * LAYER_BYTES
+
+
+def whole_tree(dump: Path, flush_bytes: int | None) -> Any:
+    """Compiles the gradient of a plain model, reduced as a whole."""
+    mesh = Mesh(h200.devices(RANKS), ("data",), axis_types=(AxisType.Auto,))
+    policy = Policy(shard_dtype="float32", flush_bytes=flush_bytes)
+    weights = [
+        jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16) for _ in range(LAYERS)
+    ]
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x.astype(jnp.float32))
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        # Typed as varying, so that the gradient is that of this device.
+        weights = jax.lax.pcast(weights, "data", to="varying")
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        shards = jaxzero.shard_grads(grads, "data", policy=policy)
+        return shards, jax.lax.pmean(value, "data")
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=(PartitionSpec("data"), PartitionSpec()),
+    )
+
+    def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    x = jax.ShapeDtypeStruct((RANKS * 512, WIDTH), jnp.bfloat16)
+    traced = jax.jit(mapped).trace(
+        [placed(weight, PartitionSpec()) for weight in weights],
+        placed(x, PartitionSpec("data")),
+    )
+    options = {"xla_gpu_autotune_level": 0, "xla_dump_to": str(dump)}
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    return lowered.compile(compiler_options=options)
+
+
+def test_flushes_of_a_whole_tree_run_beside_the_backward_pass(tmp_path: Path) -> None:
+    weight_bytes = 2 * WIDTH * WIDTH
+    at_once = whole_tree(tmp_path / "a", None)
+    split = whole_tree(tmp_path / "b", 3 * weight_bytes)
+    assert beside(schedule(at_once.as_text(), "ENTRY"), REDUCE) == [0]
+    events = schedule(split.as_text(), "ENTRY")
+    counts = beside(events, REDUCE)
+    assert len(counts) == LAYERS // 3
+    first = events.index(f"{REDUCE} start")
+    assert "product" in events[first:]
+    # JAX 0.11 starts each as early, but waits for it at once.
+    if jax.__version_info__ >= (0, 12):
+        # The last one waits for the last gradient.
+        assert all(count > 0 for count in counts[:-1])
+    temp = [p.memory_analysis().temp_size_in_bytes for p in (split, at_once)]
+    assert temp[0] < temp[1] + weight_bytes

@@ -85,6 +85,8 @@ POLICIES = {
     ),
     "float32-sums-direct": Policy(op="sum", reduction="float32", direct_bytes=0),
     "float32-sums-tiny": Policy(op="sum", reduction="float32", bucket_bytes=1000),
+    "flushes": Policy(op="sum", flush_bytes=1),
+    "flushes-divided": Policy(divide_by=0.25, flush_bytes=60000, bucket_bytes=4096),
     "through-xla": Policy(op="sum", transport="xla"),
     "through-xla-float32": Policy(op="sum", transport="xla", reduction="float32"),
 }
