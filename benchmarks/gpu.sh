@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds with CUDA, then tests and measures on the GPUs that are here:
 #
-#   benchmarks/gpu.sh OUT STEP...    steps: build test ranks kill sanitize bench
+#   benchmarks/gpu.sh OUT STEP...    steps: build test ranks train kill sanitize
+#                                    bench
 #
 # Several ranks share a GPU where there are fewer GPUs than ranks. Every step has a
 # hard time limit, because a rank that dies leaves the others waiting, and writes
@@ -53,6 +54,18 @@ step_ranks() {
   wait
   limited smoke_8 180 bash -c \
     "launch 8 pytest tests/cuda -m gpu -q -k 'exact and defaults'"
+}
+
+step_train() {
+  # One after the other: many processes on a GPU take turns of milliseconds, and every
+  # collective waits for the turns of all its ranks.
+  local ranks
+  for ranks in ${TRAIN_RANKS:-1 2 4}; do
+    limited "train_$ranks" 200 bash -c \
+      "launch $ranks pytest tests/multihost/test_training.py -v"
+  done
+  JAXZERO_DEBUG=1 limited soak_2 200 bash -c \
+    "launch 2 pytest tests/multihost/test_overlap.py -v"
 }
 
 step_kill() {

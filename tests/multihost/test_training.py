@@ -15,8 +15,15 @@ from jaxzero import LossScale, Policy
 optax = pytest.importorskip("optax")
 
 STEPS = 50
-ON_CPU = {("flat", "plain", 1), ("hybrid", "layers", 4)}
-"""Processes on CPUs are slow; the rest is in tests/train, in one process."""
+RUNS = [
+    ("flat", "plain", 1),
+    ("flat", "layers", 4),
+    ("hybrid", "plain", 4),
+    ("hybrid", "layers", 1),
+    ("hybrid", "stacked", 4),
+]
+ON_CPU = {("flat", "plain", 1), ("hybrid", "stacked", 4)}
+"""Processes on CPUs are slow; more is in tests/train, in one process."""
 
 MODELS: dict[str, Any] = {
     "plain": (training.init, training.loss, {}),
@@ -52,9 +59,7 @@ def joined_or_gpu(joined: None) -> None:
     """Joins the other ranks before the first use of a device."""
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mesh", ["flat", "hybrid"])
+@pytest.mark.parametrize(("mesh", "model", "accumulate"), RUNS)
 def test_training_equals_the_unsharded_run(
     expected: Any,
     mesh: str,
