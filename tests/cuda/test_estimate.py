@@ -1,38 +1,27 @@
 """estimate_memory against what XLA allocates for H200s, compiled without them."""
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import transformer
-from jax.experimental import topologies
+from cuda import h200
 from jax.sharding import AxisType, Mesh
 
-from jaxzero import Policy, _ffi, estimate_memory, zero3
+from jaxzero import Policy, estimate_memory, zero3
 
-if importlib.util.find_spec("jax_plugins") is None or _ffi.cuda_obstacle():
-    pytest.skip(
-        f"compiling for CUDA: {_ffi.cuda_obstacle() or 'no plugin'}",
-        allow_module_level=True,
-    )
+h200.skip_unless_compiler()
 
-H200 = Path(__file__).with_name("h200.txtpb").read_text()
 RANKS = 8
 BFLOAT16 = Policy(compute_dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    described = topologies.get_topology_desc(
-        "", "cuda", target_config=H200, topology=f"1x{RANKS}x1"
-    )
-    return Mesh(np.array(described.devices), ("data",), axis_types=(AxisType.Auto,))
+    return Mesh(h200.devices(RANKS), ("data",), axis_types=(AxisType.Auto,))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,10 +55,8 @@ def test_within_a_tenth_of_what_xla_allocates(
     batch = jax.ShapeDtypeStruct(
         (examples, transformer.LENGTH), jnp.int32, sharding=zero.batch_sharding
     )
-    traced = jax.jit(zero.step, donate_argnums=0).trace(state, batch)
-    program = traced.lower(lowering_platforms=("cuda",)).compile(
-        compiler_options={"xla_gpu_autotune_level": 0}
-    )
+    lowered = zero.lower(state, batch, platforms=("cuda",))
+    program = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
     memory = program.memory_analysis()
     sharded = estimate_memory(
         params, RANKS, policy, optimizer=optimizer, **options
