@@ -92,8 +92,10 @@ def cut_leaf(
             f"the number of a dimension, or a callable (path, shape) that returns one."
         )
     if option is None:
-        if math.prod(shape) < min_shard_numel and 0 not in shape:
-            return _whole(shape, f"fewer than min_shard_numel={min_shard_numel}")
+        if math.prod(shape) < min_shard_numel:
+            return _whole(
+                shape, f"fewer than min_shard_numel={min_shard_numel} elements"
+            )
         return _default_cut(shape, group_size)
     if option == "flat":
         return _flat(shape, group_size, reason)

@@ -64,7 +64,8 @@ def shard_grads(
 
     A leaf of n elements over N ranks becomes, unless `cuts` says otherwise, rows
     [r * d0/N, (r + 1) * d0/N) where dimension 0 divides by N, else elements
-    [r * c, (r + 1) * c) of the flattened leaf, c = ceil(n / N), zero-padded.
+    [r * c, (r + 1) * c) of the flattened leaf, c = ceil(n / N), zero-padded. Leaves of
+    fewer than `policy.min_shard_numel` elements stay whole instead.
 
     Under `check_vma=True` a gradient that does not vary over the axis, such as that
     of a replicated parameter, is already summed: it is only sliced and scaled.
@@ -168,7 +169,7 @@ def _check_into(spec: LeafSpec, into: Leaf, policy: Policy) -> None:
             f"into leaf {into.path} has shape {into.shape}; expected {expected}, the "
             f"shard of a gradient of shape {spec.shape} ({spec.cut.layout} layout). "
             f"Start with the result of shard_grads(..., into=None), or use the same "
-            f"cuts and axis for both."
+            f"cuts, axis and Policy(min_shard_numel=...) for both."
         )
     if not is_supported(into.dtype) or kind(into.dtype) != kind(spec.dtype):
         raise TypeError(

@@ -85,14 +85,18 @@ def test_default_is_rows_where_they_divide(shape, ranks, layout, shard, reason):
         (None, (8, 3), 25, "whole"),
         (None, (), 1, "flat"),
         (None, (), 2, "whole"),
-        (None, (0, 3), 9, "flat"),
+        (None, (0, 3), 0, "flat"),
+        (None, (0, 3), 1, "whole"),
         ("flat", (8, 3), 25, "flat"),
         (1, (8, 3), 25, "dim=1"),
         (lambda path, shape: None, (8, 3), 25, "whole"),
     ],
 )
 def test_small_leaves_stay_whole_unless_asked_for(option, shape, least, layout):
-    assert cut_leaf(option, "['w']", shape, 4, least).layout == layout
+    cut = cut_leaf(option, "['w']", shape, 4, least)
+    assert cut.layout == layout
+    small = cut.reason == f"fewer than min_shard_numel={least} elements"
+    assert small == (layout == "whole")
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,11 @@ class Leaf:
     cut: Any
     into_dtype: str
 
+    def layout(self, policy: Policy) -> Any:
+        """Returns the oracle's cut: small leaves stay whole unless asked for."""
+        small = np.prod(self.shape, dtype=int) < policy.min_shard_numel
+        return "whole" if self.cut is None and small else self.cut
+
     def draw(self, *seed: int, dtype: str | None = None, real: bool = False) -> Any:
         """Returns whole numbers (or reals) of this leaf's shape."""
         return numbers(self.shape, dtype or self.dtype, *seed, real=real)
@@ -123,6 +128,7 @@ def policies(draw: Any, wires: tuple[str | None, ...] = WIRES) -> Policy:
         comm_dtype=draw(st.sampled_from(wires)),
         bucket_bytes=draw(st.none() | st.integers(1, 4096)),
         direct_bytes=draw(st.sampled_from([None, 0, 64, 1 << 40])),
+        min_shard_numel=draw(st.sampled_from([0, 2, 10, 1 << 40])),
         reduction=draw(st.sampled_from(["native", "float32"])),
     )
 
@@ -173,7 +179,9 @@ def check_reduction(
         jax.tree.unflatten(
             jax.tree.structure(grads[0]),
             [
-                oracle.shard_leaf(x, mesh.ranks, r // mesh.replicas, leaf.cut)
+                oracle.shard_leaf(
+                    x, mesh.ranks, r // mesh.replicas, leaf.layout(policy)
+                )
                 for x, leaf in zip(full_into, drawn, strict=True)
             ],
         )
@@ -207,7 +215,7 @@ def check_reduction(
                 stored[i] if exact else full[i],
                 mesh.ranks,
                 rank // mesh.replicas,
-                drawn[i].cut,
+                drawn[i].layout(policy),
             )
             if exact:
                 oracle.assert_same(shard, want)
@@ -277,18 +285,17 @@ def test_gathered_parameters_are_the_ones_that_were_sharded(
     params = tree_map(lambda leaf: leaf.draw(next(counter), real=True), tree)
     cuts = tree_map(lambda leaf: leaf.cut, tree)
     like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    shards = jaxzero.shard_params(params, ranks.mesh, "data", cuts=cuts)
+    options = {"policy": policy, "cuts": cuts}
+    shards = jaxzero.shard_params(params, ranks.mesh, "data", **options)
 
-    back = jaxzero.unshard_params(shards, like, cuts=cuts)
+    back = jaxzero.unshard_params(shards, like, **options)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     oracle.assert_same(back, params)
 
     mapped = jax.shard_map(
         lambda s: jax.tree.map(
             lambda x: x[None],
-            jaxzero.gather_params(
-                s, like, "data", policy=policy, cuts=cuts, replicate_axis="replica"
-            ),
+            jaxzero.gather_params(s, like, "data", replicate_axis="replica", **options),
         ),
         mesh=ranks.mesh,
         in_specs=(jax.tree.map(lambda s: s.sharding.spec, shards),),

@@ -261,3 +261,67 @@ def test_any_rule_of_dtype_promotion_will_do(make_mesh, promotion, reduction, dt
     for index, (shard, _) in enumerate(found):
         assert shard.dtype.name == dtype
         oracle.assert_same(shard, oracle.shard(full, 2, index // 2))
+
+
+SMALL = {"w": (8, 3), "b": (5,), "s": (), "e": (0, 3), "asked": (4,)}
+SMALL_CUTS = {"w": None, "b": None, "s": None, "e": None, "asked": "flat"}
+SMALL_LAYOUT = SMALL_CUTS | {"b": "whole", "s": "whole", "e": "whole"}
+"""What min_shard_numel=6 makes of the cuts: an explicit one wins."""
+
+
+@TYPED
+@pytest.mark.parametrize("accumulate", [False, True], ids=["anew", "into"])
+@pytest.mark.parametrize("replicate_axis", [None, "replica"])
+@pytest.mark.parametrize("reduction", ["native", "float32"])
+def test_small_leaves_are_summed_whole_and_counted_once(
+    make_mesh, check_vma, accumulate, replicate_axis, reduction
+):
+    sizes = (2, 2) if replicate_axis else (4, 1)
+    mesh = make_mesh(sizes, ("data", "replica"))
+    policy = Policy(min_shard_numel=6, reduction=reduction)
+    grads = [oracle.integers(SMALL, r) for r in range(4)]
+    start = oracle.integers(SMALL, 99)
+    into = [
+        oracle.shard(start, sizes[0], r // sizes[1], SMALL_LAYOUT) for r in range(4)
+    ]
+
+    def step(g: Any, acc: Any) -> Any:
+        return jaxzero.shard_grads(
+            g,
+            "data",
+            into=acc if accumulate else None,
+            policy=policy,
+            cuts=SMALL_CUTS,
+            replicate_axis=replicate_axis,
+            with_stats=True,
+        )
+
+    full = oracle.reduce(grads, into=start if accumulate else None)
+    found = PerRank(mesh, check_vma=check_vma).run(step, grads, into)
+    for rank, (shards, stats) in enumerate(found):
+        want = oracle.shard(full, sizes[0], rank // sizes[1], SMALL_LAYOUT)
+        oracle.assert_same(shards, want)
+        assert float(stats.norm) == pytest.approx(oracle.global_norm(full), rel=1e-6)
+        assert bool(stats.all_finite)
+
+
+def test_small_leaves_share_the_plan_of_the_reduction():
+    policy = Policy(min_shard_numel=6)
+    tree = oracle.integers(SMALL, 0)
+    plan = jaxzero.make_plan(tree, 4, policy, SMALL_CUTS)
+    by_hand = jaxzero.make_plan(tree, 4, Policy(), SMALL_LAYOUT)
+    assert plan.num_collectives == by_hand.num_collectives
+    layouts = {leaf.path: leaf.cut.layout for leaf in plan.leaves}
+    assert layouts == {leaf.path: leaf.cut.layout for leaf in by_hand.leaves}
+
+
+def test_accumulators_of_another_policy_are_refused(make_mesh):
+    def step(g: Any) -> Any:
+        shards = jaxzero.shard_grads(g, "data")
+        policy = Policy(min_shard_numel=6)
+        return jaxzero.shard_grads(g, "data", into=shards, policy=policy)
+
+    with pytest.raises(
+        ValueError, match=r"same cuts, axis and Policy\(min_shard_numel"
+    ):
+        PerRank(make_mesh(2)).run(step, [np.ones(5, np.float32)] * 2)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from per_rank import PerRank
 
 import jaxzero
+from jaxzero import Policy
 
 SHAPES = {
     "even": (12, 2),
@@ -109,6 +110,67 @@ def test_only_whole_leaves_are_replicated(make_mesh):
     # A scalar costs one element a rank; the first rank holds its value.
     assert shards["scalar"].shape == (4,)
     np.testing.assert_array_equal(shards["scalar"][1:], np.zeros(3))
+
+
+SMALL = Policy(min_shard_numel=8)
+SMALL_CUTS = CUTS | {"kept": "flat"}
+SMALL_LAYOUT = SMALL_CUTS | {"ragged": "whole", "scalar": "whole"}
+"""What SMALL makes of SMALL_CUTS: an explicit cut wins."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8], ids=lambda n: f"n{n}")
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("check_vma", [True, False], ids=["typed", "untyped"])
+def test_small_leaves_stay_whole_there_and_back(make_mesh, ranks, kind, check_vma):
+    mesh = make_mesh(ranks, kind=kind)
+    options = {"policy": SMALL, "cuts": SMALL_CUTS}
+    like = jax.eval_shape(params)
+    shards = jaxzero.shard_params(params(), mesh, "data", **options)
+    specs = jax.tree.map(lambda x: x.sharding.spec, shards)
+    oracle.assert_same(shards, oracle.shards(params(), ranks, SMALL_LAYOUT))
+    whole = {name for name, cut in SMALL_LAYOUT.items() if cut == "whole"}
+    assert {name for name, spec in specs.items() if spec == P()} == whole
+    oracle.assert_same(jaxzero.unshard_params(shards, like, **options), params())
+
+    def there_and_back(tree: Any) -> Any:
+        full = jaxzero.gather_params(tree, like, "data", **options)
+        return jaxzero.shard_grads(full, "data", **options)
+
+    step = jax.shard_map(
+        there_and_back,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=specs,
+        check_vma=check_vma,
+    )
+    back = jaxzero.unshard_params(jax.jit(step)(shards), like, **options)
+    oracle.assert_same(back, params())
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "other", "ranks", "fits"),
+    [
+        ((), SMALL, Policy(), 4, False),
+        ((), Policy(), SMALL, 4, False),
+        ((7,), Policy(), SMALL, 4, False),
+        ((7,), SMALL, Policy(), 4, True),
+        ((4,), SMALL, Policy(), 4, True),
+        ((4,), Policy(), SMALL, 4, True),
+        ((), SMALL, Policy(), 1, False),
+        ((7,), Policy(), SMALL, 1, True),
+    ],
+)
+def test_another_policy_never_gives_a_wrong_value(
+    make_mesh, shape, given, other, ranks, fits
+):
+    """Where the shape tells the layouts apart, the message names the policy."""
+    true = oracle.integers({"w": shape}, 0)
+    shards = jaxzero.shard_params(true, make_mesh(ranks), "data", policy=given)
+    if fits:
+        oracle.assert_same(jaxzero.unshard_params(shards, true, policy=other), true)
+        return
+    with pytest.raises(ValueError, match=r"same cuts and Policy\(min_shard_numel="):
+        jaxzero.unshard_params(shards, true, policy=other)
 
 
 @pytest.mark.parametrize("call", ["shard_params", "unshard_params"])
