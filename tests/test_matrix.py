@@ -1,6 +1,5 @@
 """Every option with every other: a pairwise matrix against float64 NumPy."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import oracle
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from pairwise import assert_pairwise, ident, pairwise
 
 import jaxzero
 from jaxzero import Policy
@@ -41,46 +41,12 @@ CUTS: dict[str, Any] = {
 }
 
 
-def pairwise(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Returns rows in which every two values of different factors meet."""
-    names = list(factors)
-    random = np.random.default_rng(0)
-
-    def pairs(row: dict[str, Any]) -> set[Any]:
-        return {((a, row[a]), (b, row[b])) for a, b in itertools.combinations(names, 2)}
-
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x in factors[a]
-        for y in factors[b]
-    }
-    rows = []
-    while missing:
-        # The best of some random rows, each of which holds a pair that is missing.
-        seed = min(missing, key=repr)
-        candidates = []
-        for _ in range(40):
-            row = {n: v[random.integers(len(v))] for n, v in factors.items()}
-            candidates.append(row | dict(seed))
-        best = max(candidates, key=lambda row: len(pairs(row) & missing))
-        missing -= pairs(best)
-        rows.append(best)
-    return rows
-
-
 ROWS = pairwise(FACTORS)
 
 
 def test_the_matrix_is_pairwise_and_small() -> None:
     assert len(ROWS) < 60
-    for a, b in itertools.combinations(FACTORS, 2):
-        met = {(row[a], row[b]) for row in ROWS}
-        assert len(met) == len(FACTORS[a]) * len(FACTORS[b])
-
-
-def ident(row: dict[str, Any]) -> str:
-    return "-".join(str(value) for value in row.values())
+    assert_pairwise(ROWS, FACTORS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=ident)
