@@ -129,6 +129,52 @@ def test_overlap_changes_no_bit(make_mesh: MakeMesh, layout: str, count: int) ->
         np.testing.assert_array_equal(one, right)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", ["native", "float32"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_overlap_goes_with_every_option(
+    make_mesh: MakeMesh,
+    layout: str,
+    reduction: Any,
+    accumulate: int,
+    replicas: int,
+) -> None:
+    random = np.random.default_rng(0)
+    weights = random.integers(-1, 2, (3, 6, 6)).astype(np.float32)
+    params = {"blocks": list(weights) if layout == "list" else weights}
+
+    def total(params: Any, batch: Any) -> jax.Array:
+        out = jaxzero.apply_layers(
+            lambda w, x: jnp.maximum(x @ w, 0) % 8, params["blocks"], batch["x"]
+        )
+        return jnp.sum(out)
+
+    batch = {"x": random.integers(0, 3, (16, 6)).astype(np.float32)}
+    found = []
+    for overlap in (True, False):
+        policy = Policy(op="sum", overlap=overlap, reduction=reduction)
+        zero = zero3(
+            total,
+            optax.sgd(1.0),
+            make_mesh((replicas, 4), ("replica", "data")),
+            replicate_axis="replica",
+            policy=policy,
+            accumulate=accumulate,
+            **LAYOUTS[layout][1],
+        )
+        state, _ = zero.step(zero.init(params), batch)
+        found.append(jax.device_get(zero.export_state(state)["params"]))
+    grads = jax.grad(total)(params, batch)
+    want = jax.tree.map(lambda p, g: p - np.asarray(g), params, grads)
+    for one, other, right in zip(
+        *map(jax.tree.leaves, (found[0], found[1], want)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(one, right)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_full_parameters_are_the_plain_loop(stacked: bool) -> None:
     init = training.init_stacked if stacked else training.init
