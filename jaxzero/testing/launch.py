@@ -45,6 +45,7 @@ _PROGRAM = str(Path(__file__).with_name("_program.py"))
 _TIMED_OUT = 124
 _FAILED_LINES = 80
 _OVERDUE_LINES = 40
+_DUMP = "Fatal Python error"
 _DONE_LINES = 12
 
 
@@ -229,7 +230,8 @@ def report(outcome: Outcome, logs: Sequence[Path]) -> str:
     else:
         shown, lines = [0], _DONE_LINES
         ending = f"all {ranks} ranks done {after}"
-    tails = [_tail(rank, logs[rank], lines) for rank in shown]
+    show = _around_the_dump if outcome.overdue else _tail
+    tails = [show(rank, logs[rank], lines) for rank in shown]
     return "".join([*tails, f"launch: {ending}\n"])
 
 
@@ -246,6 +248,19 @@ def _tail(rank: int, log: Path, count: int) -> str:
     lines = log.read_text(errors="replace").splitlines()
     left_out = f", last {count} of {len(lines)} lines" if len(lines) > count else ""
     text = "\n".join([f"--- rank {rank}{left_out} ---", *lines[-count:]])
+    return f"{text}\n"
+
+
+def _around_the_dump(rank: int, log: Path, count: int) -> str:
+    """Shows what a rank was about: its last output, and its innermost frames."""
+    lines = log.read_text(errors="replace").splitlines()
+    dumps = [i for i, line in enumerate(lines) if line.startswith(_DUMP)]
+    if not dumps:
+        return _tail(rank, log, count)
+    begin = max(dumps[0] - count // 2, 0)
+    shown = lines[begin : begin + count]
+    where = f"lines {begin + 1} to {begin + len(shown)} of {len(lines)}"
+    text = "\n".join([f"--- rank {rank}, {where} ---", *shown])
     return f"{text}\n"
 
 

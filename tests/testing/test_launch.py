@@ -99,6 +99,21 @@ def test_a_rank_that_hangs_ends_all_when_the_time_is_up_and_shows_where() -> Non
     assert done.seconds < 20
 
 
+def test_a_deep_stack_hides_neither_its_top_nor_what_was_printed() -> None:
+    code = """
+import time
+for i in range(100): print("line", i)
+def deeper(levels): time.sleep(600) if not levels else deeper(levels - 1)
+deeper(60)
+"""
+    done = launch("-n", "1", "--timeout", "4", "--", *program(code))
+    assert done.code == 124, done.output
+    assert "line 99\nFatal Python error" in done.output
+    assert "line 79" not in done.output
+    assert "line 4 in deeper" in done.output
+    assert len(done.output.splitlines()) < 60
+
+
 def test_output_without_a_newline_and_beyond_the_tail_is_handled() -> None:
     code = "import sys; [print(i) for i in range(200)]; print(end='last'); sys.exit(4)"
     done = launch("-n", "1", "--", *program(code))
