@@ -173,7 +173,9 @@ class Layout:
     @property
     def fingerprint(self) -> str:
         """A short hash of paths, shapes, dtypes and cuts; equal where they are."""
-        text = repr((self.names, self.group_size, self.leaves, self.entries))
+        # Without structures: modules in them show functions by their address.
+        groups = [(group.begin, group.end, group.stacked) for group in self.groups]
+        text = repr((self.names, self.group_size, self.leaves, groups))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def resident(self, values: Sequence[Any]) -> PyTree:

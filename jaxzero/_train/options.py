@@ -47,6 +47,15 @@ class StepOptions:
         return self.replicate or None
 
     @property
+    def comparable(self) -> tuple[Any, ...]:
+        """What processes can compare of it: all but functions."""
+        return tuple(
+            (field.name, getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name not in ("loss_fn", "optimizer")
+        )
+
+    @property
     def divisor(self) -> float:
         """What the sum over devices and microbatches is divided by."""
         return self.policy.divisor(self.devices * self.accumulate)

@@ -7,8 +7,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+_PROGRAM = "other parameter shapes, dtypes, cuts, policy or options"
+_FIX = "Build the model from one configuration."
 
-def check_processes_agree(call: str, value: Any) -> None:
+
+def check_processes_agree(
+    call: str, value: Any, what: str = _PROGRAM, fix: str = _FIX
+) -> None:
     """Compares a value between all processes of a run; returns at once in a single one.
 
     All processes must call it, in the same order.
@@ -16,6 +21,8 @@ def check_processes_agree(call: str, value: Any) -> None:
     Args:
       call: name of the public function, for the message.
       value: anything whose `repr` is equal where it is.
+      what: what a process has that others do not, for the message.
+      fix: what to do.
 
     Raises:
       ValueError: on every process, if they differ.
@@ -31,8 +38,7 @@ def check_processes_agree(call: str, value: Any) -> None:
     # Judged alike everywhere, so that all processes raise or none does.
     if any(not np.array_equal(row, everyone[0]) for row in everyone):
         raise ValueError(
-            f"{call}: process {jax.process_index()} of {jax.process_count()} has other "
-            f"parameter shapes, dtypes, cuts or policy than processes {others}; "
-            f"expected the same on all, because they run one program together. Found "
-            f"here: {value!r}. Build the model from one configuration."
+            f"{call}: process {jax.process_index()} of {jax.process_count()} has "
+            f"{what} than processes {others}; expected the same on all, because they "
+            f"run one program together. Found here: {value!r}. {fix}"
         )

@@ -16,7 +16,7 @@ from jaxzero._cut import CutTree
 from jaxzero._loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
 from jaxzero._train import export, restore
-from jaxzero._train.batch import batch_shardings, batch_spec, batch_specs
+from jaxzero._train.batch import Batches, batch_shardings, batch_spec, batch_specs
 from jaxzero._train.layout import Layout
 from jaxzero._train.make_layout import Globs, make_layout
 from jaxzero._train.optimizer import ShardedOptimizer
@@ -153,13 +153,15 @@ class Zero3:
         self._cuts = cuts
         self._layers = layers
         self._stacked = stacked
+        self._batches = Batches(mesh, options)
 
     @property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of a batch: dimension 0 over all devices.
 
         Several processes build their batches with it, from what each has read:
-        `jax.make_array_from_process_local_data(zero.batch_sharding, local)`.
+        `jax.make_array_from_process_local_data(zero.batch_sharding, local)`. Or all
+        give the same NumPy arrays, of which each takes what its devices need.
         """
         return NamedSharding(self._mesh, batch_spec(self._options))
 
@@ -210,11 +212,11 @@ class Zero3:
           The next state, and the `Metrics` of this step.
 
         Raises:
-          ValueError: for a batch that cannot be split over devices and microbatches.
+          ValueError: for a batch that cannot be split over devices and microbatches,
+            or a first one that differs between processes.
         """
-        shardings = batch_shardings(batch, self._options, self._mesh)
         result: tuple[TrainState, Metrics] = self._jitted(
-            state, jax.device_put(batch, shardings)
+            state, self._batches.place(batch)
         )
         return result
 
@@ -332,16 +334,21 @@ class Zero3:
 
     def _layout(self, like: PyTree) -> Layout:
         options = self._options
-        layout = make_layout(
-            like,
-            options.names,
-            math.prod(self._mesh.shape[name] for name in options.names),
-            policy=options.policy,
-            cuts=self._cuts,
-            layers=self._layers,
-            stacked=self._stacked,
-        )
-        check_processes_agree("zero3", (layout.fingerprint, options.policy))
+        try:
+            layout = make_layout(
+                like,
+                options.names,
+                math.prod(self._mesh.shape[name] for name in options.names),
+                policy=options.policy,
+                cuts=self._cuts,
+                layers=self._layers,
+                stacked=self._stacked,
+            )
+        except (TypeError, ValueError) as error:
+            # The others may have found nothing wrong, and would wait for this one.
+            check_processes_agree("zero3", str(error))
+            raise
+        check_processes_agree("zero3", (layout.fingerprint, options.comparable))
         return layout
 
     def _first_loss_scale(self) -> LossScaleState | None:
