@@ -104,7 +104,7 @@ def test_import_works_before_and_after_the_backend_starts(order):
 
 
 def test_import_takes_under_300_ms_on_top_of_jax():
-    """Usually a tenth of it. Best of three, as the machine may be busy."""
+    """Usually a third of it. Best of three, as the machine may be busy."""
     program = (
         "import time, jax\n"
         "start = time.perf_counter()\n"

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxzero._axis import RETYPES, aval_varies
 from jaxzero._tree import PyTree, path_name
@@ -115,7 +114,7 @@ def _signatures(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
     known: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def of(var: Any) -> int:
-        if isinstance(var, Literal):
+        if _is_literal(var):
             return hash(str(var.val) if np.ndim(var.val) == 0 else "literal")
         return known.get(var, hash("constant"))
 
@@ -152,7 +151,7 @@ def _trace(jaxpr: Any, taints: Sequence[_Taint], names: frozenset[str]) -> list[
     known: dict[Any, _Taint] = dict(zip(jaxpr.invars, taints, strict=True))
 
     def of(var: Any) -> _Taint:
-        return None if isinstance(var, Literal) else known.get(var)
+        return None if _is_literal(var) else known.get(var)
 
     for eqn in jaxpr.eqns:
         inputs = [of(var) for var in eqn.invars]
@@ -203,6 +202,11 @@ def _inner_jaxprs(eqn: Any) -> Iterable[Any]:
 
 def _has_elements(var: Any) -> bool:
     return bool(getattr(var.aval, "ndim", 0))
+
+
+def _is_literal(var: Any) -> bool:
+    # By its value: the class is in jax.extend, which takes long to import.
+    return hasattr(var, "val")
 
 
 def _first(taints: Iterable[_Taint]) -> _Taint:
