@@ -64,6 +64,10 @@ class Shards:
     def __getitem__(self, key: Any) -> Any:
         raise TypeError(_NOT_GATHERED.format(what=f"item {key!r}"))
 
+    def __jax_array__(self) -> Any:
+        # What jax.numpy asks of what is no array, where a layer is one array.
+        raise TypeError(_NOT_GATHERED.format(what="an array"))
+
 
 _NOT_GATHERED = (
     "{what} was asked of a layer's parameters that are still sharded; expected the "

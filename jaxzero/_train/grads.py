@@ -214,7 +214,7 @@ class Gradients:
         is_split = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
         parts = jax.tree.map(
             lambda leaf, split: (
-                leaf.reshape(count, -1, *leaf.shape[1:])
+                leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
                 if split
                 else jnp.broadcast_to(leaf, (count,))
             ),

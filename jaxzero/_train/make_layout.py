@@ -96,7 +96,8 @@ def _groups(like: PyTree, layers: Globs, stacked: Globs) -> dict[Any, bool]:
     globs = [(glob, False) for glob in _as_tuple(layers)]
     globs += [(glob, True) for glob in _as_tuple(stacked)]
     found: dict[Any, bool] = {}
-    for leaf_path, _ in jax.tree_util.tree_leaves_with_path(like):
+    leaves = jax.tree_util.tree_leaves_with_path(like)
+    for leaf_path, _ in leaves:
         for end in range(1, len(leaf_path) + 1):
             name = glob_name(leaf_path[:end])
             # Parts are matched one by one: "*" stands for one key, not several.
@@ -105,15 +106,30 @@ def _groups(like: PyTree, layers: Globs, stacked: Globs) -> dict[Any, bool]:
                 found[leaf_path[:end]] = hits[0]
                 break
     for glob, _ in globs:
-        if not any(_matches(glob_name(path), glob) for path in found):
-            paths = jax.tree_util.tree_leaves_with_path(like)
-            example = glob_name(paths[0][0]) if paths else ""
-            raise ValueError(
-                f"layers or stacked names {glob!r}, but no subtree of params has such "
-                f"a key path; expected a glob over names like {example!r}. Write one "
-                f"'*' for each key that varies, such as 'blocks/*'."
-            )
+        _check_glob(glob, [path for path, _ in leaves], found)
     return found
+
+
+def _check_glob(
+    glob: str, leaf_paths: Sequence[tuple[Any, ...]], found: dict[Any, bool]
+) -> None:
+    """Refuses a glob that names no group."""
+    if any(_matches(glob_name(path), glob) for path in found):
+        return
+    example = glob_name(leaf_paths[0]) if leaf_paths else ""
+    for path in leaf_paths:
+        for end in range(1, len(path) + 1):
+            if _matches(glob_name(path[:end]), glob):
+                raise ValueError(
+                    f"layers or stacked names {glob!r}, but {glob_name(path[:end])!r} "
+                    f"lies inside a layer that another glob names; expected layers "
+                    f"that do not overlap. Leave one of the two out."
+                )
+    raise ValueError(
+        f"layers or stacked names {glob!r}, but no subtree of params has such "
+        f"a key path; expected a glob over names like {example!r}. Write one "
+        f"'*' for each key that varies, such as 'blocks/*'."
+    )
 
 
 def _as_tuple(globs: Globs) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxzero._axis import aval_varies, bind_axis
 from jaxzero._train.elementwise import check_any_shape, check_elementwise
+from jaxzero._train.empty import empty_as_constants
 from jaxzero._train.layout import Layout, LeafLayout
 from jaxzero._train.optimizer_layout import check_replicated, match_leaves
 from jaxzero._train.options import Optimizer
@@ -27,9 +28,14 @@ class ShardedOptimizer:
 
     def init(self, layout: Layout) -> Callable[[PyTree], PyTree]:
         """Returns the jitted function from global parameters to the first state."""
+
+        def init(params: PyTree) -> PyTree:
+            axis = bind_axis(layout.names, None, "zero3")
+            return self._optimizer.init(empty_as_constants(axis, params))
+
         mapped: Callable[[PyTree], PyTree] = jax.jit(
             jax.shard_map(
-                self._optimizer.init,
+                init,
                 mesh=self._mesh,
                 in_specs=(layout.specs,),
                 out_specs=self.specs(layout),

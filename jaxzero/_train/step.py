@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxzero._axis import bind_axis
 from jaxzero._norm import global_norm
+from jaxzero._train.empty import empty_as_constants
 from jaxzero._train.grads import Gradients
 from jaxzero._train.options import StepOptions
 from jaxzero._train.state import Metrics, TrainState
@@ -19,6 +20,7 @@ def local_step(
 ) -> tuple[TrainState, Metrics]:
     """Computes gradients, reduces them, and updates this device's shards."""
     axis = bind_axis(options.names, options.replicate_axis, "zero3")
+    state, batch = empty_as_constants(axis, (state, batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
     summed = Gradients(options, axis, state, scale).of_batch(batch)
     norm = (

@@ -79,7 +79,8 @@ def zero3(
         layer. `loss_fn` gets its shards, and gives them to functions made by
         `gathered`, so that full parameters exist one layer at a time.
       stacked: the same for layers stacked along dimension 0, for `lax.scan`.
-      accumulate: microbatches that a batch is split into.
+      accumulate: microbatches that a batch is split into. Their gradients are added in
+        the dtype of the shards: give 16-bit parameters `policy.shard_dtype`.
       sync: when gradients meet. "each": after each microbatch, into shards. "last":
         they are added on the device, in full size, and reduced once (1/accumulate of
         the wire bytes; N times the memory for gradients). "replicas_last": reduced
@@ -215,9 +216,8 @@ class Zero3:
           ValueError: for a batch that cannot be split over devices and microbatches,
             or a first one that differs between processes.
         """
-        result: tuple[TrainState, Metrics] = self._jitted(
-            state, self._batches.place(batch)
-        )
+        placed = self._batches.place(batch)
+        result: tuple[TrainState, Metrics] = self._jitted(state, placed)
         return result
 
     def lower(
