@@ -67,7 +67,7 @@ def test_overlap_changes_no_bit_of_many_steps(
     mesh: str, seed: int, request: pytest.FixtureRequest
 ) -> None:
     spmd: Spmd = request.getfixturevalue("hybrid" if mesh == "hybrid" else "spmd")
-    if jax.default_backend() == "cpu" and seed > 0:
+    if jax.default_backend() == "cpu" and (mesh, seed) != ("hybrid", 0):
         pytest.skip("for GPUs")
     random = np.random.default_rng(seed)
     params, layering = random_model(random)

@@ -48,7 +48,7 @@ def program(after: str, before: str = "") -> list[str]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_tests_between_processes_pass(ranks: int) -> None:
     done = launch(
-        *("-n", str(ranks), "--timeout", "90", "--"),
+        *("-n", str(ranks), "--timeout", "270", "--"),
         *("pytest", "-q", "-p", "no:cacheprovider", str(MULTIHOST)),
     )
     assert done.code == 0, done.output
