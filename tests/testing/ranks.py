@@ -48,7 +48,7 @@ class Launcher:
 
     def finish(self) -> Finished:
         """Waits for the launcher, whose own limit is at most 90 seconds."""
-        output, _ = self.process.communicate(timeout=120)
+        output, _ = self.process.communicate(timeout=300)
         seconds = time.monotonic() - self._start
         return Finished(self.process.returncode, output, seconds)
 
