@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxzero._cli.arguments import Parser, UsageError, whole_number
-from jaxzero._cli.check import CHECKED_STEPS, TOLERANCES
+from jaxzero._cli.check import CHECKED_STEPS, COMPUTE_TOLERANCES, TOLERANCES
 from jaxzero._cli.model import HEAD_WIDTH
 
 PLOT_ENDINGS = (".pdf", ".png", ".svg")
 
 DESCRIPTION = """\
-Trains a byte-level transformer on the source files of Python's standard library.
-Several CPU devices in one process share the work as in ZeRO-3: parameters, gradients
+Trains a byte-level transformer on the source files of Python's standard library with
+jaxzero.zero3. Several CPU devices in one process share the work: parameters, gradients
 and Adam's state are all sharded, the microbatches of a step are summed into float32
-shards, and clipping uses the norm that the last reduction returns.
+shards, and clipping uses the norm of the whole gradient.
 """
 
 EXAMPLES = """\
@@ -25,6 +25,12 @@ examples:
       eight devices, about a minute on two cores
   python -m jaxzero demo --check --wire float32
       the same, compared with an unsharded run
+  python -m jaxzero demo --layers
+      full parameters of one block at a time: see the temporary bytes
+  python -m jaxzero demo --replicas 2 --check
+      hybrid sharding: two copies of the state, each over four devices
+  python -m jaxzero demo --compute-dtype float16 --check
+      mixed precision with a loss scale, compared with float32
   python -m jaxzero demo --check --plot demo.png
       draw both loss curves and the memory per device
   python -m jaxzero demo --devices 4 --steps 20 --json | tail -n 1
@@ -39,17 +45,25 @@ class DemoOptions:
     """What the command line asks for, checked."""
 
     devices: int
+    replicas: int
     steps: int
     batch: int
     microbatches: int
+    layers: bool
+    compute_dtype: str
     wire: str
     seed: int
-    layers: int
+    blocks: int
     width: int
     length: int
     check: bool
     plot: Path | None
     json: bool
+
+    @property
+    def shards(self) -> int:
+        """Devices that each copy of the state is spread over."""
+        return self.devices // self.replicas
 
 
 def demo_parser() -> Parser:
@@ -62,9 +76,22 @@ def demo_parser() -> Parser:
     )
     run = parser.add_argument_group("the run")
     _add_count(run, "--devices", 8, "CPU devices")
+    _add_count(run, "--replicas", 1, "copies of the state, sharded over devices / N")
     _add_count(run, "--steps", 100, "optimizer steps")
     _add_count(run, "--batch", 64, "sequences per step, over devices and microbatches")
     _add_count(run, "--microbatches", 4, "parts of a step that are accumulated")
+    run.add_argument(
+        "--layers",
+        action="store_true",
+        help="gather one block at a time, in forward and backward, not all at once",
+    )
+    run.add_argument(
+        "--compute-dtype",
+        choices=tuple(COMPUTE_TOLERANCES),
+        default="float32",
+        help="dtype of gathered parameters and their products; float16 gets a loss"
+        " scale, bfloat16 takes several times as long on CPUs (default float32)",
+    )
     run.add_argument(
         "--wire",
         choices=tuple(TOLERANCES),
@@ -79,18 +106,20 @@ def demo_parser() -> Parser:
         help="of parameters and data (default 0)",
     )
     model = parser.add_argument_group("the model")
-    _add_count(model, "--layers", 3, "transformer blocks")
+    _add_count(model, "--blocks", 3, "transformer blocks")
     _add_count(model, "--width", 256, f"channels, a multiple of {HEAD_WIDTH}")
     _add_count(model, "--length", 64, "bytes that each sequence predicts")
     output = parser.add_argument_group("output")
-    tolerances = ", ".join(
-        f"{value:g} for {wire}" for wire, value in TOLERANCES.items()
+    tolerances, computed = (
+        ", ".join(f"{value:g} for {dtype}" for dtype, value in table.items() if value)
+        for table in (TOLERANCES, COMPUTE_TOLERANCES)
     )
     output.add_argument(
         "--check",
         action="store_true",
-        help=f"repeat the first {CHECKED_STEPS} steps unsharded; fail if a loss differs"
-        f" by a larger fraction than {tolerances}",
+        help=f"repeat the first {CHECKED_STEPS} steps unsharded, in float32; fail if a"
+        f" loss differs by a larger fraction than {tolerances} on the wire, or"
+        f" {computed} in computing",
     )
     output.add_argument(
         "--plot",
@@ -112,11 +141,16 @@ def parse_options(parser: Parser, arguments: Sequence[str]) -> DemoOptions:
     """
     options = DemoOptions(**vars(parser.parse_args(arguments)))
     parts = options.devices * options.microbatches
+    if options.devices % options.replicas:
+        raise UsageError(
+            f"--replicas {options.replicas} does not divide {options.devices} devices;"
+            f" try --devices {_nearest(options.devices, options.replicas)}"
+        )
     if options.batch % parts:
-        nearest = max(1, round(options.batch / parts)) * parts
         raise UsageError(
             f"--batch {options.batch} does not divide by {options.devices} devices x"
-            f" {options.microbatches} microbatches; try --batch {nearest}"
+            f" {options.microbatches} microbatches; try --batch"
+            f" {_nearest(options.batch, parts)}"
         )
     if options.width % HEAD_WIDTH:
         nearest = -(-options.width // HEAD_WIDTH) * HEAD_WIDTH
@@ -141,6 +175,11 @@ def _add_count(
         metavar="N",
         help=f"{text} (default {default})",
     )
+
+
+def _nearest(number: int, factor: int) -> int:
+    """Returns the positive multiple of ``factor`` that is nearest to ``number``."""
+    return max(1, round(number / factor)) * factor
 
 
 def _check_installed(name: str) -> None:

@@ -18,7 +18,8 @@ class Run:
 
     Attributes:
         curve: losses and gradient norms until a loss was not finite.
-        complete: whether all steps were finite.
+        complete: whether all losses were finite.
+        skipped_steps: that a loss scale skipped, their gradients not being finite.
         compile_seconds: of the step.
         train_seconds: of all steps.
         tokens_per_second: without compilation.
@@ -27,6 +28,7 @@ class Run:
 
     curve: Curve
     complete: bool
+    skipped_steps: int
     compile_seconds: float
     train_seconds: float
     tokens_per_second: float
@@ -64,24 +66,48 @@ class DemoResult:
         return 0 if self.run.complete and passed else 1
 
 
+def first_line(options: DemoOptions, numel: int, corpus_bytes: int) -> str:
+    """Says what is trained, where, and on what."""
+    replicas = (
+        f" ({options.replicas} replicas x {options.shards})"
+        if options.replicas > 1
+        else ""
+    )
+    return (
+        f"{numel:,} parameters on {options.devices} CPU devices{replicas}; each step"
+        f" reads {options.batch * options.length:,} of {corpus_bytes:,} bytes of text"
+        f" in {options.microbatches} microbatches"
+    )
+
+
 def run_lines(run: Run) -> str:
     """Says how far the loss fell and how long it took."""
+    skipped = (
+        f"\nsteps skipped, gradients not being finite: {run.skipped_steps}"
+        if run.skipped_steps
+        else ""
+    )
     return (
         f"{run.start_bits:.2f} bits per byte at the start,"
         f" {run.end_bits:.2f} at the end (mean of the last tenth)\n"
         f"compiled in {run.compile_seconds:.1f} s,"
         f" trained in {run.train_seconds:.1f} s:"
-        f" {run.tokens_per_second:,.0f} tokens/s"
+        f" {run.tokens_per_second:,.0f} tokens/s{skipped}"
     )
 
 
-def check_line(check: CheckResult, wire: str) -> str:
+def check_line(check: CheckResult, options: DemoOptions) -> str:
     """Says how far the sharded losses were from the unsharded ones."""
+    computed = (
+        f", computed in {options.compute_dtype}"
+        if options.compute_dtype != "float32"
+        else ""
+    )
     return (
         f"check {'ok' if check.passed else 'FAILED'}: largest relative loss difference"
         f" {check.largest:.2g} (step {check.step} of {len(check.differences)}),\n"
         f"of the first gradient's norm {check.first_norm_difference:.2g};"
-        f" tolerance {check.tolerance:g} for a {wire} wire"
+        f" tolerance {check.tolerance:g} for a {options.wire} wire{computed}"
     )
 
 
@@ -97,7 +123,8 @@ def summary(result: DemoResult) -> dict[str, Any]:
         "parameters": result.numel,
         "complete": run.complete,
         "losses": run.curve.losses,
-        "grad_norms": run.curve.grad_norms,
+        "skipped_steps": run.skipped_steps,
+        "grad_norms": [_finite(norm) for norm in run.curve.grad_norms],
         "bits_per_byte": {"start": run.start_bits, "end": run.end_bits}
         if run.curve.losses
         else None,
@@ -114,9 +141,14 @@ def summary(result: DemoResult) -> dict[str, Any]:
         else {
             "passed": check.passed,
             "largest_relative_difference": check.largest,
-            "first_grad_norm_relative_difference": check.first_norm_difference,
+            "first_grad_norm_relative_difference": _finite(check.first_norm_difference),
             "step": check.step,
             "steps": len(check.differences),
             "tolerance": check.tolerance,
         },
     }
+
+
+def _finite(value: float) -> float | None:
+    """Returns a number as JSON takes it, which has no infinity."""
+    return value if math.isfinite(value) else None

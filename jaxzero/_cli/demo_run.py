@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,18 +13,24 @@ import optax
 
 import jaxzero
 from jaxzero._cli.arguments import UsageError
-from jaxzero._cli.check import CHECKED_STEPS, TOLERANCES, CheckResult, Curve, compare
+from jaxzero._cli.check import CHECKED_STEPS, CheckResult, Curve, compare, tolerance
 from jaxzero._cli.demo_options import DemoOptions
-from jaxzero._cli.demo_result import DemoResult, Run, check_line, run_lines, summary
+from jaxzero._cli.demo_result import (
+    DemoResult,
+    Run,
+    check_line,
+    first_line,
+    run_lines,
+    summary,
+)
 from jaxzero._cli.memory import measured_bytes, memory_table, unsharded_bytes
 from jaxzero._cli.model import ModelConfig, Params, init_params
 from jaxzero._cli.progress import make_progress
 from jaxzero._cli.text import Bytes, batch_at, load_corpus
 from jaxzero._cli.training import (
-    AXIS,
     Trainer,
-    TrainState,
     make_optimizer,
+    make_policy,
     sharded_trainer,
     unsharded_trainer,
 )
@@ -42,30 +49,17 @@ def run_demo(options: DemoOptions) -> int:
         return batch_at(
             corpus,
             (options.seed, step),
-            shape=(options.microbatches, options.batch // options.microbatches),
+            shape=(options.batch,),
             length=options.length,
         )
 
-    config = ModelConfig(layers=options.layers, width=options.width)
+    config = ModelConfig(blocks=options.blocks, width=options.width)
     params = init_params(jax.random.key(options.seed), config)
     numel = sum(leaf.size for leaf in jax.tree.leaves(params))
-    policy = jaxzero.Policy(
-        # One division makes the sum over devices and microbatches their mean.
-        divide_by=options.devices * options.microbatches,
-        comm_dtype=options.wire,
-        shard_dtype="float32",
-        transport="xla",
-    )
-    print(
-        f"{numel:,} parameters on {options.devices} CPU devices; each step reads"
-        f" {options.batch * options.length:,} of {len(corpus):,} bytes of text"
-        f" in {options.microbatches} microbatches\n"
-    )
-    print(jaxzero.make_plan(params, options.devices, policy), end="\n\n")
-
+    print(first_line(options, numel, len(corpus)), end="\n\n")
+    print(_plan(params, options), end="\n\n")
     optimizer = make_optimizer(options.steps)
-    mesh = jax.make_mesh((options.devices,), (AXIS,))
-    trainer = sharded_trainer(params, optimizer, mesh, policy)
+    trainer = sharded_trainer(params, optimizer, options)
     run, state = _train("sharded", trainer, batches, options.steps)
     sharded, unsharded = measured_bytes(state), unsharded_bytes(params, optimizer)
     print(f"\n{run_lines(run)}\n")
@@ -92,6 +86,26 @@ def run_demo(options: DemoOptions) -> int:
     return result.exit_code
 
 
+def _plan(params: Params, options: DemoOptions) -> str:
+    """Returns the plan by which gradients travel, of one block if blocks do."""
+    policy = make_policy(options)
+    if options.layers:
+        # What a block's backward pass sums is divided later.
+        plan = _plan_of(params["blocks"][0], options, replace(policy, op="sum"))
+        return f"each block travels alone:\n{plan}"
+    divisor = options.devices * options.microbatches
+    return str(_plan_of(params, options, replace(policy, divide_by=divisor)))
+
+
+def _plan_of(
+    grads: Params, options: DemoOptions, policy: jaxzero.Policy
+) -> jaxzero.Plan:
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, options.compute_dtype), grads
+    )
+    return jaxzero.make_plan(shapes, options.shards, policy)
+
+
 def _check(
     run: Run,
     params: Params,
@@ -103,22 +117,23 @@ def _check(
     steps = min(options.steps, CHECKED_STEPS)
     trainer = unsharded_trainer(params, optimizer)
     reference, _ = _train("unsharded", trainer, batches, steps)
-    check = compare(run.curve, reference.curve, TOLERANCES[options.wire])
-    print(f"\n{check_line(check, options.wire)}")
+    limit = tolerance(options.wire, options.compute_dtype)
+    check = compare(run.curve, reference.curve, limit)
+    print(f"\n{check_line(check, options)}")
     return check
 
 
 def _train(
     label: str, trainer: Trainer, batches: Batches, steps: int
-) -> tuple[Run, TrainState]:
+) -> tuple[Run, Any]:
     print(f"{label}: compiling", flush=True)
     start = time.monotonic()
     state = trainer.state
-    step: Any = trainer.step.lower(state, trainer.place(batches(0))).compile()
+    step: Any = trainer.lower(state, trainer.place(batches(0))).compile()
     compiled = time.monotonic()
     losses: list[float] = []
     grad_norms: list[float] = []
-    tokens = 0
+    skipped = tokens = 0
     progress = make_progress(label, steps)
     for index in range(steps):
         batch = batches(index)
@@ -129,6 +144,7 @@ def _train(
             break
         losses.append(loss)
         grad_norms.append(grad_norm)
+        skipped += bool(metrics.skipped)
         tokens += batch[..., 1:].size
         progress.update(
             index + 1,
@@ -140,6 +156,7 @@ def _train(
     run = Run(
         curve=Curve(losses=tuple(losses), grad_norms=tuple(grad_norms)),
         complete=len(losses) == steps,
+        skipped_steps=skipped,
         compile_seconds=compiled - start,
         train_seconds=train_seconds,
         tokens_per_second=tokens / train_seconds,

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import optax
 
+import jaxzero
 from jaxzero._cli.model import Params
-from jaxzero._cli.training import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,16 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
-def measured_bytes(state: TrainState) -> StateBytes:
-    """Reads off the arrays' own shards what the fullest device holds."""
+def measured_bytes(state: jaxzero.TrainState) -> StateBytes:
+    """Reads off the arrays' own shards what the fullest device holds.
+
+    Gradients live inside a step only, in shards like those of the parameters.
+    """
+    params_bytes = _fullest_device_bytes(state.params)
     return StateBytes(
-        params=_fullest_device_bytes(state.params),
-        grads=_fullest_device_bytes(state.grads),
-        optimizer=_fullest_device_bytes(state.optimizer),
+        params=params_bytes,
+        grads=params_bytes,
+        optimizer=_fullest_device_bytes(state.opt_state),
     )
 
 
@@ -50,7 +54,7 @@ def memory_table(sharded: StateBytes, unsharded: StateBytes, temp_bytes: int) ->
     """Lays out both side by side, with what a step needs on top."""
     rows = [
         ("parameters", sharded.params, unsharded.params),
-        ("gradient accumulators", sharded.grads, unsharded.grads),
+        ("gradients", sharded.grads, unsharded.grads),
         ("Adam state", sharded.optimizer, unsharded.optimizer),
         ("total", sharded.total, unsharded.total),
     ]
@@ -60,8 +64,9 @@ def memory_table(sharded: StateBytes, unsharded: StateBytes, temp_bytes: int) ->
         for name, ours, full in rows
     ]
     lines.append(
-        f"The sharded column is measured on the fullest device. During a step, XLA also"
-        f"\nuses {temp_bytes:,} bytes per device: gathered parameters, activations."
+        "The sharded column is measured on the fullest device; gradients are sharded"
+        f"\nlike parameters. A step needs {temp_bytes:,} temporary bytes per device:"
+        "\ngradients, gathered parameters, activations."
     )
     return "\n".join(lines)
 

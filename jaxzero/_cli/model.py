@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxzero
+
 VOCABULARY = 256
 HEAD_WIDTH = 64
 ROTARY_BASE = 10_000.0
@@ -18,14 +20,14 @@ type Params = dict[str, Any]
 class ModelConfig:
     """Sizes of the transformer; ``width`` is a multiple of ``HEAD_WIDTH``."""
 
-    layers: int
+    blocks: int
     width: int
 
 
 def init_params(key: jax.Array, config: ModelConfig) -> Params:
     """Returns float32 parameters: one embedding, tied to the head, and the blocks."""
     width = config.width
-    embed_key, *block_keys = jax.random.split(key, 1 + config.layers)
+    embed_key, *block_keys = jax.random.split(key, 1 + config.blocks)
 
     def matrix(key: jax.Array, rows: int, columns: int, gain: float) -> jax.Array:
         return jax.random.normal(key, (rows, columns)) * (gain / math.sqrt(rows))
@@ -33,7 +35,7 @@ def init_params(key: jax.Array, config: ModelConfig) -> Params:
     def block(key: jax.Array) -> Params:
         qkv, out, up, down = jax.random.split(key, 4)
         # Each block adds twice to the residual stream: keep its variance near one.
-        residual_gain = (2 * config.layers) ** -0.5
+        residual_gain = (2 * config.blocks) ** -0.5
         return {
             "attention_norm": jnp.ones(width),
             "qkv": matrix(qkv, width, 3 * width, 1.0),
@@ -67,47 +69,61 @@ def mean_loss(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def log_probabilities(params: Params, inputs: jax.Array) -> jax.Array:
-    """Returns what is predicted after each byte.
+    """Returns what is predicted after each byte; computes in the dtype of ``params``.
 
     Args:
-        params: what ``init_params`` returns.
+        params: what ``init_params`` returns, or with its blocks still sharded.
         inputs: uint8[sequences, length].
 
     Returns:
         float32[sequences, length, 256], natural logarithms.
     """
     # A one-hot product: its gradient is a matrix product too, not a slow scatter.
-    hidden = jax.nn.one_hot(inputs, VOCABULARY) @ params["embedding"]
+    embedding = params["embedding"]
+    hidden = jax.nn.one_hot(inputs, VOCABULARY, dtype=embedding.dtype) @ embedding
     for block in params["blocks"]:
-        hidden += _attention(_rms_norm(hidden, block["attention_norm"]), block)
-        hidden += _mlp(_rms_norm(hidden, block["mlp_norm"]), block)
-    logits = _rms_norm(hidden, params["final_norm"]) @ params["embedding"].T
-    return jax.nn.log_softmax(logits)
+        hidden = _apply_block(block, hidden)
+    logits = _rms_norm(hidden, params["final_norm"]) @ embedding.T
+    return jax.nn.log_softmax(logits.astype(jnp.float32))
+
+
+@jaxzero.gathered
+def _apply_block(block: Params, hidden: jax.Array) -> jax.Array:
+    hidden += _attention(_rms_norm(hidden, block["attention_norm"]), block)
+    return hidden + _mlp(_rms_norm(hidden, block["mlp_norm"]), block)
 
 
 def _rms_norm(hidden: jax.Array, scale: jax.Array) -> jax.Array:
-    mean_square = jnp.mean(jnp.square(hidden), axis=-1, keepdims=True)
-    return hidden * jax.lax.rsqrt(mean_square + 1e-6) * scale
+    # Squares of 16-bit numbers overflow, or lose what 1e-6 is added to.
+    wide = hidden.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + 1e-6)).astype(hidden.dtype) * scale
 
 
 def _attention(hidden: jax.Array, block: Params) -> jax.Array:
     sequences, length, width = hidden.shape
     qkv = (hidden @ block["qkv"]).reshape(sequences, length, 3, -1, HEAD_WIDTH)
     query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    # In float32: JAX has no float16 attention on CPU devices.
     mixed = jax.nn.dot_product_attention(
-        _rotate(query), _rotate(key), value, is_causal=True
+        _rotate(query), _rotate(key), value.astype(jnp.float32), is_causal=True
     )
-    return jnp.matmul(mixed.reshape(sequences, length, width), block["attention_out"])
+    mixed = mixed.astype(hidden.dtype).reshape(sequences, length, width)
+    return jnp.matmul(mixed, block["attention_out"])
 
 
 def _rotate(heads: jax.Array) -> jax.Array:
-    """Applies rotary positions to ``[sequences, length, heads, head_width]``."""
+    """Applies rotary positions to ``[sequences, length, heads, head_width]``.
+
+    Returns float32.
+    """
     _, length, _, head_width = heads.shape
     half = head_width // 2
     frequencies = ROTARY_BASE ** (-jnp.arange(half) / half)
     positions = jnp.arange(length, dtype=jnp.float32)
     angles = positions[:, None, None] * frequencies
     cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    heads = heads.astype(jnp.float32)
     first, second = heads[..., :half], heads[..., half:]
     return jnp.concatenate(
         [first * cosine - second * sine, second * cosine + first * sine], axis=-1

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxzero._cli.check import Curve, compare
+from jaxzero._cli.check import Curve, compare, tolerance
 
 
 def curve(*losses: float, norm: float = 1.0) -> Curve:
@@ -26,3 +26,9 @@ def test_gradient_of_a_wrong_scale_fails() -> None:
     assert check.largest == 0.0
     assert check.first_norm_difference == pytest.approx(7.0)
     assert not check.passed
+
+
+def test_tolerance_is_that_of_the_coarsest_rounding() -> None:
+    assert tolerance("float32", "float32") == 1e-4
+    assert tolerance("bfloat16", "float32") == 1e-2
+    assert tolerance("float32", "float16") == tolerance("bfloat16", "float16") == 2e-2

@@ -24,6 +24,12 @@ def error_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--devices", "many"], ["--devices", "at least 1", "'many'"]),
         (["--devices", "12"], ["--batch 64", "12 devices x 4", "--batch 48"]),
         (["--devices", "128"], ["128 devices", "try --batch 512"]),
+        (["--replicas", "0"], ["--replicas", "at least 1"]),
+        (["--replicas", "3"], ["--replicas 3", "8 devices", "--devices 9"]),
+        (["--replicas", "16"], ["--replicas 16", "8 devices", "--devices 16"]),
+        (["--layers", "3"], ["unrecognized", "3"]),
+        (["--blocks", "0"], ["--blocks", "at least 1"]),
+        (["--compute-dtype", "int8"], ["--compute-dtype", "int8", "bfloat16"]),
         (["--steps", "0"], ["--steps", "at least 1"]),
         (["--steps", "-3"], ["--steps", "'-3'"]),
         (["--wire", "int8"], ["--wire", "int8", "float32", "bfloat16", "float16"]),
@@ -72,6 +78,9 @@ def test_help_shows_defaults_and_examples(capsys: pytest.CaptureFixture[str]) ->
         "bfloat16",
         "examples:",
         "--check --plot",
+        "--layers",
+        "--replicas 2",
+        "--compute-dtype float16",
         "exit codes",
     ):
         assert words in text

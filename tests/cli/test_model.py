@@ -13,7 +13,7 @@ from jaxzero._cli.model import (
     mean_loss,
 )
 
-CONFIG = ModelConfig(layers=2, width=64)
+CONFIG = ModelConfig(blocks=2, width=64)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,21 @@ def test_prediction_depends_on_earlier_bytes_only(params: Params) -> None:
     np.testing.assert_allclose(before[0, :5], after[0, :5], atol=1e-5)
     for position in range(5, 9):
         assert np.abs(before[0, position] - after[0, position]).max() > 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("float16", 4e-3), ("bfloat16", 4e-2)])
+def test_16_bit_parameters_change_predictions_by_their_rounding(
+    params: Params, dtype: str, atol: float
+) -> None:
+    inputs = jnp.asarray(random_bytes(0, 2, 17))
+    narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    want, found = (log_probabilities(p, inputs) for p in (params, narrow))
+    assert found.dtype == jnp.float32
+    assert jax.eval_shape(jax.grad(mean_loss), narrow, inputs) == jax.eval_shape(
+        lambda: narrow
+    )
+    difference = np.abs(np.asarray(want) - np.asarray(found)).max()
+    assert 0 < difference < atol
 
 
 def test_mean_loss_is_the_mean_over_sequences(params: Params) -> None:
