@@ -47,7 +47,7 @@ class Launcher:
         self.process.communicate()
 
     def finish(self) -> Finished:
-        """Waits for the launcher, whose own limit is at most 90 seconds."""
+        """Waits for the launcher, whose own limit is below that."""
         output, _ = self.process.communicate(timeout=300)
         seconds = time.monotonic() - self._start
         return Finished(self.process.returncode, output, seconds)
