@@ -184,7 +184,8 @@ def test_full_parameters_are_the_plain_loop(stacked: bool) -> None:
     out = jaxzero.apply_layers(training.block, params["blocks"], hidden)
     for layer in training.init(jax.random.key(1))["blocks"]:
         hidden = training.block(layer, hidden)
-    np.testing.assert_allclose(out, hidden, rtol=1e-6)
+    # The two are compiled apart: small numbers keep the rounding of larger terms.
+    np.testing.assert_allclose(out, hidden, rtol=1e-6, atol=4e-6)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
