@@ -58,7 +58,7 @@ class MemoryEstimate:
     Attributes:
       axis_size: ranks that the state is sharded over.
       replicas: copies of each shard.
-      sharded: bytes on one device.
+      sharded: bytes on one device, with everything spread over the ranks.
       unsharded: the same with everything in full on every device, as in plain data
         parallelism.
       fullest: the moment at which most is alive.

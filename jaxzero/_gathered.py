@@ -91,7 +91,7 @@ def gathered[**P, R](
       fn: a function of parameters and activations.
       policy: what `jax.checkpoint` may keep beside the arguments, from
         `jax.checkpoint_policies`. Gathered parameters have the name
-        "jaxzero_gathered".
+        `"jaxzero_gathered"` there.
 
     Returns:
       A function with the same arguments and results.

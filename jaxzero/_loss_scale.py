@@ -85,7 +85,11 @@ class LossScale:
         Args:
           state: the state before it.
           all_finite: whether its gradients were finite, bool scalar, equal on every
-            rank: from `all_finite`, or `Stats.all_finite`.
+            rank: from `jaxzero.all_finite`, or `Stats.all_finite`.
+
+        Returns:
+          The scale multiplied by `factor` after `growth_interval` finite steps in a
+          row, divided by it (but not below `minimum`) after one that was not finite.
 
         Raises:
           TypeError: if `all_finite` is no bool scalar.

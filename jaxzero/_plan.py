@@ -23,11 +23,11 @@ Kind = Literal["packed", "direct", "local"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a transport chose by measurement (see benchmarks/README.md).
+    """Sizes in force: of the policy, else as measured for the transport.
 
     Attributes:
-      bucket_bytes: default limit of one bucket.
-      direct_bytes: default size from which leaves go direct.
+      bucket_bytes: limit of one bucket.
+      direct_bytes: size from which leaves go direct.
       widens_16_bit: sums 16-bit floats through a float32 copy of the operand, as
         XLA:CPU does; a leaf of its own then costs more memory than a bucket.
     """
@@ -85,7 +85,15 @@ class LeafSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A leaf's place in a bucket: shard components [begin, begin + count)."""
+    """A leaf's place in a bucket: shard components [begin, begin + count).
+
+    Attributes:
+      leaf: index of the leaf in `Plan.leaves`.
+      begin: first component of the shard that travels here; above 0 for a leaf that
+        is split over buckets.
+      count: components that do, padding of the shard included.
+      row_offset: component of each row of the bucket at which they start.
+    """
 
     leaf: int
     begin: int
@@ -101,7 +109,7 @@ class Bucket:
       kind: "packed" (through a send buffer), "direct" (one leaf, read in place) or
         "local" (no collective: one rank, or already summed).
       collective: what moves it.
-      comm_dtype: real dtype on the wire; for "local", of the leaf.
+      comm_dtype: real dtype on the wire; for "local", that of the leaf.
       send_rows: rows of the send side, one per rank; 1 for an all-reduce.
       recv_rows: rows that come back; more than 1 are summed on arrival.
       row_numel: reals in a row, padding included.
@@ -151,12 +159,14 @@ class Bucket:
 class Plan:
     """The static list of buckets of one call; equal on every rank.
 
+    Made by `make_plan`. `print(plan)` shows a table of its buckets and leaves.
+
     Attributes:
       group_size: ranks along the shard axis.
       replicas: ranks along the replicate axis; 1 without one.
       divisor: what the sum is divided by.
       limits: bucket and direct sizes in force.
-      leaves: the leaves, in tree order.
+      leaves: the leaves, in tree order, empty ones included.
       reasons: per leaf, how it travels and why.
       buckets: the buckets, in the order in which they are sent.
     """
@@ -187,7 +197,7 @@ class Plan:
 
     @property
     def peak_temp_bytes(self) -> int:
-        """Most temporary bytes: one packed bucket at a time beside all direct rows."""
+        """Most temporary bytes, one packed bucket at a time beside all direct rows."""
         packed = [b for b in self.buckets if b.kind == "packed"]
         return sum(b.recv_bytes for b in self.buckets if b.kind == "direct") + max(
             (b.send_bytes + b.recv_bytes for b in packed), default=0

@@ -50,6 +50,12 @@ class Policy:
     Raises:
       ValueError: for a value outside its list or range.
       TypeError: for a dtype that cannot be summed, or a value of the wrong type.
+
+    Example:
+      >>> import jaxzero
+      >>> policy = jaxzero.Policy(comm_dtype="bfloat16", shard_dtype="float32")
+      >>> policy.divisor(8), policy.comm_dtype
+      (8.0, 'bfloat16')
     """
 
     op: Op = "mean"
@@ -90,7 +96,11 @@ class Policy:
             raise TypeError(f"Policy overlap={self.overlap!r}; expected True or False.")
 
     def divisor(self, count: int) -> float:
-        """Returns what the sum over `count` contributions is divided by."""
+        """Returns what the sum over `count` contributions is divided by.
+
+        Args:
+          count: ranks, times replicas, times microbatches where they are summed too.
+        """
         if self.divide_by is not None:
             return self.divide_by
         return float(count) if self.op == "mean" else 1.0

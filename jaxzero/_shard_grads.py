@@ -80,17 +80,18 @@ def shard_grads(
         `into` plus the reduced gradients, in the dtype of `into`. None starts anew.
         Donated accumulators are updated in place.
       policy: how leaves are summed, scaled, sent and stored.
-      cuts: pytree prefix of None, "flat", "whole" (kept on every rank and
-        all-reduced), the number of a dimension, or a callable (path, shape) that
-        returns one of these.
+      cuts: pytree prefix of None, `"flat"`, `"whole"` (kept on every rank and
+        all-reduced), the number of a dimension (padded where N does not divide it),
+        or a callable (path, shape) that returns one of these, such as
+        `lambda path, shape: "whole" if "norm" in path else None`.
       replicate_axis: axis or axes along which shards are copies (hybrid sharding).
         Gradients are summed over it too, after the reduce-scatter.
       with_stats: also return the norm and finiteness of the result.
 
     Returns:
       Pytree of shards, in the dtype of `into`, else `policy.shard_dtype`, else of
-      the leaf. With `with_stats`, a pair of it and `Stats(norm, all_finite)`, equal
-      on every rank, padding excluded, whole leaves counted once.
+      the leaf. With `with_stats`, a pair of it and `Stats`, equal on every rank,
+      padding excluded, whole leaves counted once.
 
     Raises:
       ValueError: for an axis that is not bound, an `into` of another structure or

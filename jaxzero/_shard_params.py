@@ -34,10 +34,10 @@ def shard_params(
       cuts: as for `shard_grads`.
 
     Returns:
-      Pytree of global arrays in the layout of `shard_grads`: seen from inside a
-      `shard_map` with the arrays' own specs, each rank holds its shard. A flat leaf
-      of n elements has global shape (N * ceil(n / N),); only "whole" leaves are
-      replicated.
+      Pytree of global arrays in the layout of `shard_grads`, in the dtypes of
+      `params` (64-bit ones narrowed as JAX is set to). Seen from inside a `shard_map`
+      with the arrays' own specs, each rank holds its shard. A flat leaf of n elements
+      has global shape (N * ceil(n / N),); only "whole" leaves are replicated.
 
     Raises:
       ValueError: for an axis that the mesh does not have or that is named twice, a cut
@@ -96,6 +96,9 @@ def unshard_params(
       like: pytree of the same structure with the true shapes.
       policy: as given to `shard_params`; `min_shard_numel` is used.
       cuts: as given to `shard_params`.
+
+    Returns:
+      Pytree of NumPy arrays in the shapes of `like` and the dtypes of `shards`.
 
     Raises:
       ValueError: if the structures differ, a global array does not have the shape that

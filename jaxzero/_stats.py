@@ -17,7 +17,8 @@ class Stats(NamedTuple):
     Constants to differentiation: a loss that holds them has no gradient from them.
 
     Attributes:
-      norm: global L2 norm of the returned tree, float32 scalar.
+      norm: global L2 norm of the returned tree, `into` included and as stored, float32
+        scalar.
       all_finite: whether every element of it is finite, bool scalar.
     """
 

@@ -249,25 +249,30 @@ def make_plan(
 ) -> Plan:
     """Returns the plan by which `shard_grads` reduces a tree.
 
-    Needs no device and no mesh: arrays, `jax.ShapeDtypeStruct`s or anything else with
-    a shape and a dtype will do. `print(plan)` shows a table.
+    Needs no device and no mesh. `print(plan)` shows a table.
 
     Args:
-      tree: gradients, or parameters, or their `jax.eval_shape`.
+      tree: gradients, or parameters, or their `jax.eval_shape`: a pytree of anything
+        with a shape and a dtype.
       group_size: number of ranks along the shard axis.
       policy: as for `shard_grads`. With `transport="auto"` the plan is that of
         `"nccl"`, the transport of NVIDIA GPUs.
       cuts: as for `shard_grads`.
 
+    Returns:
+      The `Plan`, equal for equal shapes, dtypes and options.
+
     Raises:
       ValueError: for `group_size` below 1 or a cut that does not fit.
-      TypeError: for a dtype that cannot be summed.
+      TypeError: for a dtype that cannot be summed, or a `group_size` that is no whole
+        number.
 
     Example:
       >>> import jax, jaxzero
       >>> tree = {"w": jax.ShapeDtypeStruct((8, 4), "float32")}
-      >>> jaxzero.make_plan(tree, 4).num_collectives
-      1
+      >>> plan = jaxzero.make_plan(tree, 4)
+      >>> plan.num_collectives, plan.wire_bytes, plan.leaves[0].cut.shard_shape
+      (1, 128, (2, 4))
     """
     if isinstance(group_size, bool) or not hasattr(group_size, "__index__"):
         raise TypeError(f"group_size={group_size!r}; expected a whole number of ranks.")

@@ -21,7 +21,7 @@ class TrainState:
         `shard_params`.
       opt_state: the optimizer's state, its moments in the same layout.
       loss_scale: state of the loss scale, or None.
-      layout: how true shapes became shards; static.
+      layout: how true shapes became shards; static, so a part of the tree's structure.
     """
 
     step: jax.Array

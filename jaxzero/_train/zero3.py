@@ -55,10 +55,6 @@ def zero3(
 ) -> "Zero3":
     """Makes a training step whose parameters, gradients and optimizer are sharded.
 
-        zero = jaxzero.zero3(loss_fn, optax.adamw(1e-3), mesh)
-        state = zero.init(init_fn, key)
-        state, metrics = zero.step(state, batch)
-
     The step is jitted and owns its state (it is donated). It is made of the public
     functions: `gather_params`, `jax.grad`, `shard_grads`, and the optimizer on shards.
 
@@ -75,17 +71,17 @@ def zero3(
       policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
       cuts: as for `shard_grads`; for a stacked leaf, the cut of each layer.
       replicate_axis: axis or axes along which shards are copies (hybrid sharding).
-      layers: globs of key paths, such as "blocks/*"; each subtree that matches is one
+      layers: globs of key paths, such as `"blocks/*"`; each subtree that matches is one
         layer. `loss_fn` gets its shards, and gives them to functions made by
         `gathered`, so that full parameters exist one layer at a time.
       stacked: the same for layers stacked along dimension 0, for `lax.scan`.
       accumulate: microbatches that a batch is split into. Their gradients are added in
         the dtype of the shards: give 16-bit parameters `policy.shard_dtype`.
-      sync: when gradients meet. "each": after each microbatch, into shards. "last":
-        they are added on the device, in full size, and reduced once (1/accumulate of
-        the wire bytes; N times the memory for gradients). "replicas_last": reduced
-        to shards after each, over replicas once.
-      clip_norm: clip gradients to this global norm.
+      sync: when gradients meet. `"each"`: after each microbatch, into shards.
+        `"last"`: they are added on the device, in full size, and reduced once
+        (1/accumulate of the wire bytes; N times the memory for gradients).
+        `"replicas_last"`: reduced to shards after each, over replicas once.
+      clip_norm: clip gradients to this global norm, a finite number above 0.
       loss_scale: multiply the loss by a dynamic scale (float16) and skip steps whose
         gradients are not finite.
       skip_nonfinite: skip such steps without a loss scale, too.
@@ -137,7 +133,7 @@ def zero3(
 
 
 class Zero3:
-    """A ZeRO-3 training run; made by `zero3`."""
+    """A ZeRO-3 training run; made by `zero3`. What changes is in the `TrainState`."""
 
     def __init__(
         self,
@@ -158,7 +154,7 @@ class Zero3:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch: dimension 0 over all devices.
+        """Sharding of a batch, dimension 0 spread over all devices.
 
         Several processes build their batches with it, from what each has read:
         `jax.make_array_from_process_local_data(zero.batch_sharding, local)`. Or all
@@ -167,7 +163,7 @@ class Zero3:
         return NamedSharding(self._mesh, batch_spec(self._options))
 
     def init(self, params: PyTree | Callable[..., PyTree], *args: Any) -> TrainState:
-        """Returns the first state, born sharded.
+        """Returns the state of step 0, born sharded.
 
         Args:
           params: pytree of parameters in true shape, the same on every process, or
@@ -248,7 +244,7 @@ class Zero3:
     def abstract_state(
         self, params: PyTree | Callable[..., PyTree], *args: Any
     ) -> TrainState:
-        """Returns shapes, dtypes and shardings of the state; nothing is allocated.
+        """Returns the state with a `jax.ShapeDtypeStruct` in place of each array.
 
         Args:
           params: as for `init`; shapes suffice.
@@ -296,6 +292,10 @@ class Zero3:
           like: the parameters or their true shapes and dtypes, where those of
             `exported` differ in dtype (`policy.shard_dtype`) or have become dicts
             in place of modules; leaves are then found by name.
+
+        Returns:
+          A state in the layout of this mesh and policy. A loss scale that `exported`
+          lacks starts anew.
 
         Raises:
           ValueError: naming a part or leaf that is missing, that this optimizer and

@@ -2,7 +2,7 @@
 
 `python -m jaxzero.testing.launch -n 4 -- pytest tests/multihost` runs a program as
 several ranks on one machine; `srun` runs it as several ranks of a cluster. Either
-way the program calls `initialize()` once, before its first use of a device:
+way the program calls `initialize()` once, before its first use of a device::
 
     from jaxzero.testing import initialize
 

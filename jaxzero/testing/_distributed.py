@@ -16,7 +16,12 @@ _HOW_TO_START = (
 
 
 def started_by() -> Literal["launch", "slurm"] | None:
-    """Returns who started this process as one of several ranks; None if nobody did."""
+    """Says who started this process as one of several ranks.
+
+    Returns:
+      `"launch"` for `python -m jaxzero.testing.launch`, `"slurm"` for `srun` with
+      several tasks, None if it was started alone.
+    """
     if environment.PROCESS_ID in os.environ:
         return "launch"
     if int(os.environ.get(environment.SLURM_STEP_NUM_TASKS, "1")) > 1:
@@ -57,6 +62,9 @@ def exit_on_failure(status: int) -> None:
 
     For programs that catch their own exceptions, such as test runners: the usual
     exit waits for the other ranks.
+
+    Args:
+      status: the exit code that the program wants.
     """
     if status:
         sys.stdout.flush()

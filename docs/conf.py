@@ -1,0 +1,45 @@
+"""How Sphinx makes the reference: python -m sphinx -W -b html docs build/docs."""
+
+import sys
+from pathlib import Path
+
+import jaxzero
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+
+project = "jaxzero"
+version = release = jaxzero.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "myst_parser",
+    "command_help",
+    "public_names",
+    "signatures",
+]
+
+# What stands in single backticks is code, and a link where it names something here.
+default_role = "py:obj"
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:obj", r"(?!jaxzero\.).*"),
+    ("py:(class|exc)", r"(?!jaxzero\.).*|jaxzero\._.*"),  # those of other packages
+]
+
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
+napoleon_numpy_docstring = False
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_domain_indices = False
+html_copy_source = False
+html_show_copyright = False
+html_show_sphinx = False
