@@ -88,5 +88,7 @@ def _least(axis: Axis, flags: Sequence[jax.Array]) -> jax.Array:
 def _stable_norm(values: jax.Array) -> jax.Array:
     """Returns the L2 norm without overflow or underflow of the squares."""
     largest = jnp.max(jnp.abs(values))
-    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
+    # XLA may divide through the reciprocal, which must be finite and not subnormal.
+    scale = jnp.clip(largest, 2.0**-126, 2.0**126)
+    scale = jnp.where(jnp.isfinite(largest), scale, 1.0)
     return scale * jnp.sqrt(jnp.sum(jnp.square(values / scale)))

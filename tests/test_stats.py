@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from per_rank import PerRank
 
 import jaxzero
-from jaxzero import Policy
+from jaxzero import Policy, _stats
 
 SHAPES = {"even": (8, 3), "ragged": (7,), "scalar": (), "cut": (3, 5), "kept": (6,)}
 CUTS = {"even": None, "ragged": None, "scalar": None, "cut": 1, "kept": "whole"}
@@ -96,6 +96,15 @@ def test_a_bad_element_of_any_leaf_is_seen_by_all(make_mesh, bad, leaf, rank):
     for stats in measure(make_mesh(4), grads):
         assert not bool(stats.all_finite)
         assert not np.isfinite(stats.norm)
+
+
+@pytest.mark.parametrize("value", [1e-40, 2**-126, 1e-30, 3e38])
+def test_extreme_norms_are_combined(value):
+    """Also operation by operation, where XLA divides through the reciprocal."""
+    norms = jnp.array([value, 0], jnp.float32)
+    lost = 2.0**-126 if value < 2**-126 else 0  # XLA may flush subnormal numbers
+    for combine in (_stats._stable_norm, jax.jit(_stats._stable_norm)):
+        assert float(combine(norms)) == pytest.approx(value, rel=1e-6, abs=lost)
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["typed", "untyped"])
