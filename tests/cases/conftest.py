@@ -7,8 +7,8 @@ Left out here, with the reason:
 | a copy still runs when the reduction reads        | no streams on CPU; the GPU    |
 | an alias declared wrongly frees a buffer early    | tests check stream order      |
 | CUDA graph capture of the call                    |                               |
-| the overlap option does not overlap               | there is no such option       |
-| several buffers and overlap in one run            | there is no such option       |
+| the overlap option does not overlap               | tests/cuda/test_overlap.py    |
+| several buffers and overlap in one run            | reads the compiled schedule   |
 | ranks that do not use a leaf                      | needs several processes: see  |
 | recompilation on one rank only                    | tests/multihost               |
 | calls dropped or reordered on one rank only       |                               |
