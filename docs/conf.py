@@ -16,6 +16,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "myst_parser",
     "command_help",
+    "folder_links",
     "public_names",
     "signatures",
 ]

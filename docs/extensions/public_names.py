@@ -1,4 +1,4 @@
-"""Shows objects under their public names, wherever they are defined."""
+"""Links names to what they mean: private paths, `policy.op`, `Stats(...)`."""
 
 from typing import Any
 
@@ -11,18 +11,23 @@ import jaxzero
 
 
 def public_target(target: str) -> str | None:
-    """Returns the public name of what is defined in a private module.
+    """Returns the public name that a text means.
 
     Args:
-      target: such as ``jaxzero._policy.Policy``.
+      target: a path as annotations have it (``jaxzero._policy.Policy``), a call
+        (``zero3(..., layers=...)``), or an attribute of an object that is called
+        like its class (``policy.op``).
 
     Returns:
       Such as ``jaxzero.Policy``; None where there is no public name.
     """
-    module, _, name = target.rpartition(".")
-    if module.startswith("jaxzero._") and hasattr(jaxzero, name):
-        return f"jaxzero.{name}"
-    return None
+    path = target.partition("(")[0]
+    module, _, name = path.rpartition(".")
+    if module.startswith("jaxzero._"):
+        path = name
+    head, *rest = path.split(".")
+    head = head.title() if rest else head
+    return ".".join(["jaxzero", head, *rest]) if hasattr(jaxzero, head) else None
 
 
 def resolve(
