@@ -20,6 +20,16 @@ with NumPy. Below each problem stands what to do about it.
 """
 
 EPILOG = """\
+examples:
+  python -m jaxzero doctor
+      everything, in seconds
+  python -m jaxzero doctor --timeout 20
+      where a reduction may hang: says at which step
+  python -m jaxzero doctor --json
+      one JSON object for scripts: ok, facts, problems
+  srun --ntasks-per-node=1 python -m jaxzero doctor
+      each machine of a cluster by itself
+
 exit codes: 0 all is well; 1 a problem or a failed self-test; 2 wrong arguments
 """
 
