@@ -5,13 +5,10 @@ ratio of medians. The rivals do the same work: sum, divide by the number of rank
 """
 
 import argparse
-import concurrent.futures
 import functools
-import itertools
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 DEVICES = 8
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,75 +21,33 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import record  # noqa: E402
-import trees  # noqa: E402
-from jax import lax  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import jaxzero  # noqa: E402
 from jaxzero import _ffi  # noqa: E402
+from jaxzero._bench import limits, rivals, trees  # noqa: E402
+from jaxzero._bench.per_rank import AXIS, Way, jitted  # noqa: E402
+from jaxzero._bench.table import Row, table  # noqa: E402
+from jaxzero._bench.timing import interleaved_medians  # noqa: E402
+from jaxzero._bench.trees import Tree  # noqa: E402
+from jaxzero._bench.workload import Workload  # noqa: E402
 
-AXIS = "data"
-Arrays = dict[str, jax.Array]
-Reduce = Callable[[Arrays], Any]
-
-
-def per_leaf(grads: Arrays) -> Arrays:
-    """Returns the shards by one psum_scatter per leaf, as JAX users write it."""
-
-    def reduce(leaf: jax.Array) -> jax.Array:
-        flat = leaf.reshape(-1)
-        flat = jnp.pad(flat, (0, -flat.size % DEVICES))
-        return lax.psum_scatter(flat, AXIS, tiled=True) / DEVICES
-
-    return jax.tree.map(reduce, grads)
-
-
-def concatenated(grads: Arrays) -> jax.Array:
-    """Returns the shards by one psum_scatter of all leaves, concatenated."""
-    flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(grads)])
-    flat = jnp.pad(flat, (0, -flat.size % DEVICES))
-    return lax.psum_scatter(flat, AXIS, tiled=True) / DEVICES
-
-
-def ours(grads: Arrays, policy: jaxzero.Policy = jaxzero.Policy()) -> Any:  # noqa: B008
-    """Returns the shards by jaxzero."""
-    return jaxzero.shard_grads(grads, AXIS, policy=policy)
-
-
-def jitted(mesh: jax.sharding.Mesh, reduce: Reduce) -> Any:
-    """Returns a reduction over the leading axis of stacked gradients."""
-
-    def local(stacked: Arrays) -> Any:
-        return reduce(jax.tree.map(lambda leaf: leaf[0], stacked))
-
-    spec = PartitionSpec(AXIS)
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
-
-
-def stacked_grads(mesh: jax.sharding.Mesh, tree: trees.Tree) -> Arrays:
-    """Returns one full gradient per device."""
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    make = jax.jit(
-        lambda: {
-            name: jnp.full((DEVICES, *shape), 1.0 + i % 7, jnp.float32)
-            for i, (name, shape) in enumerate(tree.items())
-        },
-        out_shardings=sharding,
-    )
-    return make()
+DTYPE = "float32"
+OURS: Way = functools.partial(rivals.ours, jaxzero.Policy())
+PER_LEAF: Way = functools.partial(rivals.per_leaf, None)
+CONCATENATE: Way = functools.partial(rivals.concatenated, None)
 
 
 def reductions(
-    name: str, tree: trees.Tree, repeats: int, rivals: dict[str, Reduce]
-) -> list[record.Row]:
-    """Times jaxzero against rivals on one tree."""
-    mesh = jax.make_mesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
-    grads = stacked_grads(mesh, tree)
+    name: str, tree: Tree, repeats: int, others: dict[str, Way]
+) -> list[Row]:
+    """Times jaxzero against rivals on one tree, without accumulators."""
+    work = Workload(tree, [DTYPE])
     calls = {
-        key: functools.partial(jitted(mesh, reduce), grads)
-        for key, reduce in {"jaxzero": ours, **rivals}.items()
+        key: functools.partial(jitted(work.mesh, way, accumulates=False), work.grads)
+        for key, way in {"jaxzero": OURS, **others}.items()
     }
-    seconds = record.interleaved_medians(calls, repeats)
+    seconds = interleaved_medians(calls, repeats)
     return [
         {
             "benchmark": name,
@@ -104,7 +59,7 @@ def reductions(
     ]
 
 
-def bandwidth(name: str, tree: trees.Tree, repeats: int) -> list[record.Row]:
+def bandwidth(name: str, tree: Tree, repeats: int) -> list[Row]:
     """Times pack and unpack of a tree against memcpy of the same bytes."""
     policy = jaxzero.Policy(transport="xla", direct_bytes=1 << 60, bucket_bytes=1 << 40)
     like = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in tree.items()}
@@ -142,8 +97,8 @@ def bandwidth(name: str, tree: trees.Tree, repeats: int) -> list[record.Row]:
         ("pack", functools.partial(pack, leaves), bucket.send_bytes),
         ("unpack", functools.partial(unpack, row), bucket.row_bytes),
     ):
-        copy = memcpy(count)
-        seconds = record.interleaved_medians({key: call, "memcpy": copy}, repeats)
+        copy = limits.memcpy(count)
+        seconds = interleaved_medians({key: call, "memcpy": copy}, repeats)
         for how in (key, "memcpy"):
             rows.append(
                 {
@@ -157,29 +112,7 @@ def bandwidth(name: str, tree: trees.Tree, repeats: int) -> list[record.Row]:
     return rows
 
 
-def memcpy(count: int) -> Callable[[], None]:
-    """Returns a copy of `count` bytes into fresh memory by as many threads as cores.
-
-    Fresh, because XLA gives a custom call fresh result buffers too.
-    """
-    threads = os.cpu_count() or 1
-    pool = concurrent.futures.ThreadPoolExecutor(threads)
-    source = np.ones(count, np.uint8)
-    parts = np.linspace(0, count, threads + 1).astype(int)
-
-    def copy() -> None:
-        target = np.empty(count, np.uint8)
-        jobs = [
-            pool.submit(np.copyto, target[a:b], source[a:b])
-            for a, b in itertools.pairwise(parts)
-        ]
-        for job in jobs:
-            job.result()
-
-    return copy
-
-
-def compile_times(leaves: int, repeats: int) -> list[record.Row]:
+def compile_times(leaves: int, repeats: int) -> list[Row]:
     """Times trace plus compile of a tree of uneven leaves."""
     mesh = jax.make_mesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
     tree = {f"leaf{i:03d}": (64 + i, 8) for i in range(leaves)}
@@ -190,10 +123,10 @@ def compile_times(leaves: int, repeats: int) -> list[record.Row]:
     }
     seconds: dict[str, list[float]] = {"jaxzero": [], "per leaf": []}
     for _ in range(repeats):
-        for key, reduce in (("jaxzero", ours), ("per leaf", per_leaf)):
+        for key, way in (("jaxzero", OURS), ("per leaf", PER_LEAF)):
             jax.clear_caches()
             start = time.perf_counter()
-            jitted(mesh, reduce).lower(like).compile()
+            jitted(mesh, way, accumulates=False).lower(like).compile()
             seconds[key].append(time.perf_counter() - start)
     medians = {key: float(np.median(values)) for key, values in seconds.items()}
     return [
@@ -215,23 +148,23 @@ def main() -> None:
     options = parser.parse_args()
     repeats = 3 if options.quick else 7
     gpt2 = trees.gpt2()
-    sections: list[Callable[[], list[record.Row]]] = [
+    sections: list[Callable[[], list[Row]]] = [
         lambda: compile_times(300, 3),
         lambda: reductions(
-            "1000 leaves f32[100]", trees.small(), 20, {"per leaf": per_leaf}
+            "1000 leaves f32[100]", trees.small(), 20, {"per leaf": PER_LEAF}
         ),
         lambda: bandwidth("GPT-2 124M", gpt2, repeats),
         lambda: reductions(
             "GPT-2 124M",
             gpt2,
             repeats,
-            {"per leaf": per_leaf, "concatenate": concatenated},
+            {"per leaf": PER_LEAF, "concatenate": CONCATENATE},
         ),
     ]
-    rows: list[record.Row] = []
+    rows: list[Row] = []
     for section in sections:
         new = section()
-        print(record.table(new), end="\n\n", flush=True)
+        print(table(new), end="\n\n", flush=True)
         rows += new
     if options.save:
         print(record.save("cpu", rows))

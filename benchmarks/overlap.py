@@ -29,6 +29,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxzero
 from jaxzero import Policy
+from jaxzero._bench.table import Row
+from jaxzero._bench.table import table as as_text
 from jaxzero.testing import initialize, started_by
 
 AXIS = "data"
@@ -148,7 +150,7 @@ def seconds(step: Step, state: Any, batch: jax.Array, repeats: int) -> float:
     return statistics.median(times)
 
 
-def rows(bench: Bench, repeats: int) -> list[record.Row]:
+def rows(bench: Bench, repeats: int) -> list[Row]:
     """Measures all ways to run the step."""
     ways: dict[str, Callable[[], tuple[Step, Any]]] = {
         "no communication": lambda: bench.plain(communicate=False),
@@ -194,7 +196,7 @@ def main() -> None:
     options = parser.parse_args()
     if started_by():
         initialize()
-    table: list[record.Row] = []
+    table: list[Row] = []
     for layout in options.layouts:
         stacked = layout == "stacked"
         bench = Bench(options.width, options.layers, options.tokens, stacked)
@@ -202,7 +204,7 @@ def main() -> None:
         if options.trace and not stacked:
             trace(bench, options.trace / f"rank{jax.process_index()}")
     if jax.process_index() == 0:
-        print(record.table(table), flush=True)
+        print(as_text(table), flush=True)
         if options.save:
             record.save(f"gpu_overlap_{jax.device_count()}", table)
 

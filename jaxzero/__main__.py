@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "bench": "time it here against what you would write without it",
     "demo": "train a small transformer with everything sharded, on CPU devices",
     "doctor": "say what is installed, what works, and how to fix the rest",
     "plan": "show buckets and memory of a known model, without a device",
@@ -18,7 +19,15 @@ ZeRO-3 gradient and parameter sharding for JAX.
 commands:
 {commands}
 
-python -m jaxzero COMMAND --help describes a command and its options.
+examples:
+  python -m jaxzero doctor
+      does it work here?
+  python -m jaxzero plan --model gpt2
+      what would a training step need on each GPU?
+  python -m jaxzero bench --help
+      the options, examples and exit codes of one command
+
+exit codes: 0 done; 1 a command found something wrong; 2 wrong arguments
 """
 
 

@@ -69,10 +69,30 @@ LAYERS: dict[str, set[str]] = {
 UPWARD = {("_plan", "_plan_table")}
 """Inside a function, when a plan is printed."""
 
+BENCH = {
+    "_bench": set(),
+    "_bench.trees": set(),
+    "_bench.table": set(),
+    "_bench.environment": {"jax"},
+    "_bench.timing": {"jax"},
+    "_bench.per_rank": {"jax"},
+    "_bench.rivals": {"jax"},
+    "_bench.workload": {"jax", "numpy"},
+    "_bench.check": {"jax", "numpy"},
+    "_bench.limits": {"jax", "numpy"},
+    "_bench.memory": {"jax"},
+    "_bench.comparison": {"jax"},
+}
+"""What measures the library, from the bottom; beside this it uses `jaxzero` only."""
+
 COMMANDS = {
+    "bench": {"_bench.comparison", "_bench.environment", "_bench.memory", "testing"},
+    "bench_devices": {"testing"},
+    "bench_options": {"_bench.comparison", "_bench.trees"},
+    "bench_report": {"_bench.comparison", "_bench.environment", "_bench.table"},
     "doctor_install": {"_ffi", "_transports"},
 }
-"""Private files of the library that a command may use; others use `jaxzero` only."""
+"""What a command may use beside commands and `jaxzero`."""
 
 UNSTABLE = re.compile(
     r"get_abstract_mesh|ManualAxisType|manual_axis_type|\.mat\b|\.vma\b|pcast\b"
@@ -128,7 +148,7 @@ def internal(target: str) -> str | None:
 
 
 def in_library(name: str) -> bool:
-    return not name.startswith(("_cli", "testing", "__main__"))
+    return not name.startswith(("_bench", "_cli", "testing", "__main__"))
 
 
 def test_table_lists_every_file_of_the_library():
@@ -161,6 +181,25 @@ def test_every_exception_is_needed():
 def test_library_file_imports_exactly_the_packages_of_the_table(name):
     found = {target for target, _ in imports(name) if not target.startswith(".")}
     assert found == LAYERS[name]
+
+
+def test_table_lists_every_file_that_measures():
+    assert set(BENCH) == {name for name in MODULES if name.startswith("_bench")}
+
+
+@pytest.mark.parametrize("name", BENCH)
+def test_what_measures_uses_the_public_library_and_files_above(name):
+    order = list(BENCH)
+    packages = set()
+    for target, _ in imports(name):
+        if target.startswith("._bench"):
+            above = order.index(target[1:]) < order.index(name)
+            assert above, f"{name} imports {target}"
+        elif target.startswith("."):
+            assert target == ".", f"{name} imports {target}"
+        else:
+            packages.add(target)
+    assert packages == BENCH[name]
 
 
 COMMAND_FILES = [name for name in MODULES if name.startswith("_cli.")]

@@ -1,4 +1,7 @@
-"""Gradient trees that the benchmarks reduce: shapes only."""
+"""Gradient trees that benchmarks reduce: shapes only."""
+
+import functools
+from collections.abc import Callable
 
 Shape = tuple[int, ...]
 Tree = dict[str, Shape]
@@ -26,6 +29,38 @@ def gpt2(layers: int = 12, width: int = 768, vocab: int = 50257) -> Tree:
     return tree | {"ln_f.scale": (width,), "ln_f.bias": (width,)}
 
 
+def layer(width: int = 192) -> Tree:
+    """Returns one layer of a GPT-2: 12 leaves."""
+    return {
+        name: shape
+        for name, shape in gpt2(layers=1, width=width).items()
+        if name.startswith("h0.")
+    }
+
+
 def small(leaves: int = 1000, numel: int = 100) -> Tree:
     """Returns many small leaves, the case where the number of collectives counts."""
     return {f"leaf{i:04d}": (numel,) for i in range(leaves)}
+
+
+def awkward() -> Tree:
+    """Returns leaves that do not divide by the number of ranks."""
+    return {
+        f"{kind}{i}": shape
+        for i in range(24)
+        for kind, shape in (
+            ("kernel", (1021, 1531 + i)),
+            ("bias", (1531 + i,)),
+            ("table", (257, 4099)),
+        )
+    }
+
+
+TREES: dict[str, Callable[[], Tree]] = {
+    "gpt2": gpt2,
+    "gpt2-quarter": functools.partial(gpt2, width=192),
+    "layer": layer,
+    "awkward": awkward,
+    "small": small,
+}
+"""What `bench --tree` takes."""

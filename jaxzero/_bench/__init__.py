@@ -1,0 +1,1 @@
+"""What `python -m jaxzero bench` and the programs of `benchmarks/` share."""

@@ -1,0 +1,44 @@
+"""Where a measurement was made."""
+
+import os
+import pathlib
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions and hardware."""
+    devices = jax.devices()
+    shared = ", shared by several ranks" if gpus_are_shared() else ""
+    return {
+        "jaxzero": version("jaxzero"),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpy": version("numpy"),
+        "device": f"{len(devices)} x {devices[0].device_kind}{shared}",
+        "processor": _processor(),
+    }
+
+
+def gpus_are_shared() -> bool:
+    """Says whether the launcher has put several ranks on one GPU.
+
+    They then pretend to be different hosts, or NCCL would refuse.
+    """
+    return jax.devices()[0].platform == "gpu" and "NCCL_HOSTID" in os.environ
+
+
+def _processor() -> str:
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in text.splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
