@@ -33,7 +33,8 @@ def _run(options: BenchOptions) -> int:
         for name, request in wanted.items():
             _check_memory(name, request)
         _measure(options, wanted)
-    except UsageError as error:
+    except (UsageError, NotImplementedError) as error:
+        # The second where jaxzero has no transport for these devices.
         print(f"{PROG}: error: {error} (see {PROG} --help)", file=sys.stderr)
         return 2
     except WrongNumbersError as error:

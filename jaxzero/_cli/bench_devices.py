@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxzero._cli.arguments import UsageError
+from jaxzero._cli.doctor_fact import one_line
 from jaxzero.testing import initialize, started_by
 
 CPU_DEVICES = 8
@@ -20,20 +21,15 @@ def find_devices(count: int | None) -> Sequence[jax.Device]:
     Raises:
       UsageError: if the machine has other devices.
     """
-    try:
-        if started_by():
-            if count is not None:
-                raise UsageError(
-                    "--devices is for one process; several have the devices that they"
-                    " were started with"
-                )
-            initialize()
-            return jax.devices()
+    if not started_by():
         return _devices_of_one_process(count)
-    except RuntimeError as error:
+    if count is not None:
         raise UsageError(
-            f"JAX finds no devices: {error}; python -m jaxzero doctor says more"
-        ) from error
+            "--devices is for one process; several have the devices that they were"
+            " started with"
+        )
+    initialize()
+    return _all_devices()
 
 
 def devices_here(devices: Sequence[jax.Device]) -> int:
@@ -48,7 +44,7 @@ def _devices_of_one_process(count: int | None) -> Sequence[jax.Device]:
     # Refused if JAX already runs here; then it may have enough of them.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", wanted)
-    devices = jax.devices()
+    devices = _all_devices()
     if devices[0].platform != "cpu":
         if count is not None:
             raise UsageError(
@@ -62,3 +58,13 @@ def _devices_of_one_process(count: int | None) -> Sequence[jax.Device]:
             " needs a fresh process"
         )
     return devices[:wanted]
+
+
+def _all_devices() -> Sequence[jax.Device]:
+    try:
+        return jax.devices()
+    except Exception as error:  # Of several types, also AssertionError.
+        raise UsageError(
+            f"JAX finds no devices: {one_line(error)}; python -m jaxzero doctor says"
+            " more"
+        ) from error

@@ -108,6 +108,19 @@ def test_wrong_numbers_end_with_one_and_without_a_table(
     assert captured.err.count("\n") == 1
 
 
+def test_devices_without_a_transport_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError("the mesh has NVIDIA GPUs, but no CUDA module")
+
+    monkeypatch.setattr(rivals, "ours", refuse)
+    assert main(["bench", "--tree", "tiny", "--devices", "2"]) == 2
+    captured = capsys.readouterr()
+    assert "error: the mesh has NVIDIA GPUs, but no CUDA module" in captured.err
+    assert captured.err.count("\n") == 1
+
+
 def test_tree_that_does_not_fit_is_refused_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,3 +214,24 @@ def test_devices_belong_to_one_process() -> None:
     )
     assert done.code == 2
     assert "--devices is for one process" in done.output
+
+
+@pytest.mark.multiprocess
+def test_wrong_numbers_of_one_rank_end_all() -> None:
+    program = """
+import sys
+import jax
+from jaxzero.__main__ import main
+from jaxzero._bench import comparison
+
+difference = comparison.difference
+comparison.difference = lambda *work: (
+    difference(*work) if jax.process_index() == 0 else "planted"
+)
+sys.exit(main(["bench"]))
+"""
+    done = launch("-n", "2", "--timeout", "60", "--", "python", "-c", program)
+    assert done.code == 1, done.output
+    assert "rank 1 of 2 ended with exit code 1" in done.output
+    assert "jaxzero is wrong, so nothing is timed: planted" in done.output
+    assert done.seconds < 40
