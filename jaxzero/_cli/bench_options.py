@@ -20,9 +20,9 @@ DESCRIPTION = """\
 Times jaxzero.shard_grads against what a JAX user would write instead, on the devices
 of this machine: one psum_scatter per leaf, leaves concatenated by dtype, and on GPUs
 all leaves in one NCCL group. All do the same work: cast, sum, divide, add to donated
-float32 accumulators. The limit is the same bytes in one flat leaf; on one device, a
-pass over as much memory. All take turns in one process, and medians are compared.
-jaxzero's result is checked first.
+float32 accumulators. The limit is the same bytes in one flat leaf per dtype; on one
+device, a pass over as much memory. All take turns in one process, and medians are
+compared. jaxzero's result is checked first.
 """
 
 EPILOG = f"""\
