@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "BUILD.md", *sorted(map(str, ROOT.glob("docs/*.md")))]
 BLOCKS = [
-    pytest.param(block, id=f"{Path(name).name}-{number}")
+    pytest.param(
+        block, id=f"{Path(name).name}-{number}{'-sphinx' * ('sphinx' in block)}"
+    )
     for name in DOCUMENTS
     for number, block in enumerate(
         re.findall(r"```sh\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
