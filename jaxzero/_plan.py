@@ -28,18 +28,18 @@ class Limits:
     Attributes:
       bucket_bytes: limit of one bucket.
       direct_bytes: size from which leaves go direct.
-      widens_16_bit: sums 16-bit floats through a float32 copy of the operand, as
-        XLA:CPU does; a leaf of its own then costs more memory than a bucket.
+      widens_bfloat16: sums bfloat16 through a float32 copy of the operand, as XLA:CPU
+        does; a leaf of its own then costs more memory than a bucket.
     """
 
     bucket_bytes: int
     direct_bytes: int
-    widens_16_bit: bool
+    widens_bfloat16: bool
 
 
 LIMITS = {
-    "nccl": Limits(bucket_bytes=256 << 20, direct_bytes=1 << 40, widens_16_bit=False),
-    "xla": Limits(bucket_bytes=64 << 20, direct_bytes=256 << 10, widens_16_bit=True),
+    "nccl": Limits(bucket_bytes=256 << 20, direct_bytes=1 << 40, widens_bfloat16=False),
+    "xla": Limits(bucket_bytes=64 << 20, direct_bytes=256 << 10, widens_bfloat16=True),
 }
 
 
@@ -388,8 +388,8 @@ class _Planner:
             return f"{cut.length} not divisible by {cut.ranks}"
         if not self.sums:
             return None
-        if self.limits.widens_16_bit and component_bytes(comm_dtype) == 2:
-            return "16-bit sums are widened"
+        if self.limits.widens_bfloat16 and comm_dtype == "bfloat16":
+            return "bfloat16 sums are widened"
         if not self._in_place(leaf, comm_dtype, recv_rows):
             # Rows of direct leaves may all be alive at once.
             total = self._direct_recv_bytes + shard_bytes * recv_rows

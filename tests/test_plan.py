@@ -279,7 +279,7 @@ def test_direct_leaf_is_large_even_contiguous_and_sent_as_it_is(case):
         assert leaf.cut.even
         assert leaf.cut.outer == 1 or leaf.cut.ranks == 1
         assert bucket.pre_scale == 1.0
-        if case.sums and case.limits.widens_16_bit:
+        if case.sums and case.limits.widens_bfloat16:
             assert component_bytes(bucket.comm_dtype) > 2
         if bucket.in_place:
             assert not case.accumulates
@@ -480,7 +480,7 @@ def test_huge_leaf_has_64_bit_offsets():
         (shape(65), None, {}, "packed: 65 not divisible by 4"),
         (shape(64), "whole", {}, "direct: large, read in place"),
         (shape(64), None, {"comm_dtype": "bfloat16"}, "packed: comm dtype bfloat16"),
-        (shape(64, dtype="bfloat16"), None, {}, "packed: 16-bit sums are widened"),
+        (shape(64, dtype="bfloat16"), None, {}, "packed: bfloat16 sums are widened"),
         (shape(64, dtype="float16"), None, {}, "packed: scaled before a float16 sum"),
         (shape(64, dtype="complex64"), None, {}, "direct: large, read in place"),
         (shape(0, 64), None, {}, "empty: nothing to send"),
@@ -526,7 +526,7 @@ def test_accumulated_direct_leaf_is_not_received_in_its_shard():
         shard_dtype="float32",
         cut=cut_leaf(None, "['w']", (64,), 4),
     )
-    limits = Limits(bucket_bytes=1 << 20, direct_bytes=0, widens_16_bit=False)
+    limits = Limits(bucket_bytes=1 << 20, direct_bytes=0, widens_bfloat16=False)
     for accumulates in (False, True):
         plan = build_plan([leaf], 4, Policy(), limits=limits, accumulates=accumulates)
         (bucket,) = plan.buckets
