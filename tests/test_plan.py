@@ -280,7 +280,7 @@ def test_direct_leaf_is_large_even_contiguous_and_sent_as_it_is(case):
         assert leaf.cut.outer == 1 or leaf.cut.ranks == 1
         assert bucket.pre_scale == 1.0
         if case.sums and case.limits.widens_bfloat16:
-            assert component_bytes(bucket.comm_dtype) > 2
+            assert bucket.comm_dtype != "bfloat16"
         if bucket.in_place:
             assert not case.accumulates
             assert component_dtype(leaf.shard_dtype) == bucket.comm_dtype
