@@ -120,10 +120,11 @@ def estimate_memory(
     Activations are not in it, nor what XLA adds for them (such as transposed copies
     of weights), nor the batch. On CPU devices XLA also widens 16-bit floats to
     float32 for matrix products, and bfloat16 for sums, and copies what
-    `reduction="float32"` exchanges, which is not in it either. Gradient shards count until the update, as
-    they must for `clip_norm`; without it, XLA may update some of them earlier. Layers
-    are those of `gathered`; `apply_layers` with overlap also holds the parameters, or
-    the gradients, of the layer beside, and its bucket.
+    `reduction="float32"` exchanges, which is not in it either. Gradient shards
+    count until the update, as they must for `clip_norm`; without it, XLA may update
+    some of them earlier. Layers are those of `gathered`; `apply_layers` with
+    overlap also holds the parameters, or the gradients, of the layer beside, and
+    its bucket.
 
     Args:
       params: parameters, or their shapes and dtypes (`jax.eval_shape(init, key)`).
