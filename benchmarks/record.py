@@ -3,6 +3,7 @@
 import json
 import pathlib
 import subprocess
+from typing import Any
 
 from jaxzero._bench.environment import environment
 from jaxzero._bench.table import Row
@@ -10,11 +11,24 @@ from jaxzero._bench.table import Row
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
-def save(name: str, rows: list[Row]) -> pathlib.Path:
-    """Writes rows, commit and environment to results/<name>.json."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    report = {"environment": {"commit": _commit(), **environment()}, "rows": rows}
+def save(
+    name: str,
+    rows: list[Row],
+    folder: pathlib.Path = RESULTS,
+    found: dict[str, Any] | None = None,
+) -> pathlib.Path:
+    """Writes rows, commit and environment to <folder>/<name>.json.
+
+    Args:
+      name: of the file.
+      rows: what was measured.
+      folder: where to.
+      found: the environment; None asks JAX for it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    where = environment() if found is None else found
+    report = {"environment": {"commit": _commit(), **where}, "rows": rows}
     path.write_text(json.dumps(report, indent=1) + "\n")
     return path
 

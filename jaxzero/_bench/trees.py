@@ -38,6 +38,26 @@ def layer(width: int = 192) -> Tree:
     }
 
 
+def llama(
+    layers: int = 1, width: int = 4096, hidden: int = 14336, key_values: int = 1024
+) -> Tree:
+    """Returns layers of Llama 8B: 9 leaves and 218 M parameters each."""
+    block: Tree = {
+        "attn_norm": (width,),
+        "attn.query": (width, width),
+        "attn.key": (width, key_values),
+        "attn.value": (width, key_values),
+        "attn.out": (width, width),
+        "mlp_norm": (width,),
+        "mlp.gate": (width, hidden),
+        "mlp.up": (width, hidden),
+        "mlp.down": (hidden, width),
+    }
+    return {
+        f"{i}.{name}": shape for i in range(layers) for name, shape in block.items()
+    }
+
+
 def small(leaves: int = 1000, numel: int = 100) -> Tree:
     """Returns many small leaves, the case where the number of collectives counts."""
     return {f"leaf{i:04d}": (numel,) for i in range(leaves)}
