@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxzero._axis import Axis, bind_axis, varying
+from jaxzero._cut import cut_leaf
 from jaxzero._gathered import Shards, gather
 from jaxzero._layer_passes import (
     backward_list,
@@ -34,7 +35,8 @@ def apply_layers(fn: Layer, layers: PyTree, carry: PyTree) -> PyTree:
     Given full parameters, as on one device, it is the plain loop or `lax.scan`.
 
     Args:
-      fn: (params of one layer, carry) -> carry, of the same shapes and dtypes.
+      fn: (params of one layer, carry) -> carry, of the same shapes and dtypes. It may
+        close over what all layers share, such as a mask or a random key.
       layers: a list or tuple with the parameters of each layer, alike in structure
         and shapes, or a pytree of them stacked along dimension 0.
       carry: pytree of arrays that goes through the layers.
@@ -62,6 +64,8 @@ def apply_layers(fn: Layer, layers: PyTree, carry: PyTree) -> PyTree:
     _check_alike(nodes)
     axis = bind_axis(recipe.axis_name, recipe.replicate_axis, "apply_layers")
     carry = _lifted(axis, nodes, carry)
+    if not is_list:
+        _check_stacked(nodes[0], axis.group_size)
     shards = [node.tree for node in nodes] if is_list else nodes[0].tree
     first = shards[0] if is_list else take(shards, 0)
     # What fn closes over may need a gradient too.
@@ -92,6 +96,23 @@ def _plain(fn: Layer, layers: PyTree, carry: PyTree, is_list: bool) -> PyTree:
         return carry
     carry, _ = lax.scan(lambda carry, params: (fn(params, carry), None), carry, layers)
     return carry
+
+
+def _check_stacked(node: Shards, group_size: int) -> None:
+    """Refuses what zero3 took for a single layer."""
+    recipe = node.recipe
+    for leaf, (shape, _), cut in zip(
+        jax.tree.leaves(node.tree), recipe.like, recipe.cuts, strict=True
+    ):
+        one = cut_leaf(cut, "", shape, group_size, recipe.policy.min_shard_numel)
+        if leaf.ndim == len(one.shard_shape):
+            raise ValueError(
+                "apply_layers: zero3 was told that these params are one layer; "
+                "expected a list of layers, or layers stacked along dimension 0. Name "
+                "the entries of a list, layers='blocks/*' in place of 'blocks'; name "
+                "stacked layers by stacked= in place of layers=; and call a "
+                "jaxzero.gathered function for a single layer."
+            )
 
 
 def _check_alike(nodes: Sequence[Any]) -> None:

@@ -55,6 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "_train.batch": {"jax", "numpy"},
     "_train.export": {"jax"},
     "_train.restore": {"jax", "numpy"},
+    "_train.programs": {"jax"},
     "_train.zero3": {"jax"},
     "_train": set(),
     "_memory.live": set(),

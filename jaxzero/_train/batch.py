@@ -39,11 +39,14 @@ def batch_shardings(batch: PyTree, options: StepOptions, mesh: Mesh) -> PyTree:
         if not shape:
             return NamedSharding(mesh, P())
         if shape[0] % parts or not shape[0]:
+            is_raw_key = shape[-1] in (2, 4) and leaf.dtype == jnp.uint32
             raise ValueError(
                 f"zero3: batch leaf {path_name(path)} has shape {shape}; expected a "
                 f"first dimension that divides by {parts} ({options.devices} devices x "
                 f"{options.accumulate} microbatches). Give all examples along "
                 f"dimension 0."
+                + " A random key must come from jax.random.key."
+                * is_raw_key
             )
         return NamedSharding(mesh, batch_spec(options))
 

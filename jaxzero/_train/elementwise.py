@@ -95,9 +95,9 @@ def check_any_shape(
                 f"another way than from a leaf in true shape; expected one that does "
                 f"not look at shapes, because a leaf that is cut flat has one "
                 f"dimension. Choose leaves by their key paths, not by ndim; or give "
-                f"leaves a cut that keeps their dimensions (cuts=0, with padding); or "
-                f"use an optimizer that treats elements alike, not one for matrices "
-                f"(muon, shampoo)."
+                f"leaves a cut that keeps their dimensions, with padding (cuts=lambda "
+                f"path, shape: 0 if len(shape) > 1 else None); or use an optimizer "
+                f"that treats elements alike, not one for matrices (muon, shampoo)."
             )
 
 

@@ -16,7 +16,6 @@ from jaxzero._shard_grads import shard_grads
 from jaxzero._stats import Stats
 from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
-from jaxzero._train.state import TrainState
 from jaxzero._tree import PyTree
 
 
@@ -44,14 +43,15 @@ class Gradients:
         self,
         options: StepOptions,
         axis: Axis,
-        state: TrainState,
-        scale: jax.Array | None,
+        layout: Layout,
+        params: PyTree,
+        scale: jax.Array | None = None,
     ) -> None:
         self.options = options
         self.axis = axis
-        self.layout: Layout = state.layout
+        self.layout = layout
         self.scale = scale
-        shards = jax.tree.leaves(state.params)
+        shards = jax.tree.leaves(params)
         leaves = self.layout.leaves
         self.cuts = self.layout.resident([leaf.option for leaf in leaves])
         likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -91,6 +91,21 @@ class Gradients:
             return dataclasses.replace(total, grads=grads, stats=None)
         return total
 
+    def loss_of_batch(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the sums of losses and auxiliary results, without gradients."""
+
+        def of_one(part: PyTree) -> tuple[jax.Array, PyTree]:
+            measured: tuple[jax.Array, PyTree]
+            _, measured = self._objective(self.full, self.groups, part)
+            return measured
+
+        if self.options.accumulate == 1:
+            return of_one(batch)
+        _, parts = self._scan(lambda _, part: ((), of_one(part)), (), batch)
+        sums: tuple[jax.Array, PyTree]
+        sums = jax.tree.map(lambda values: jnp.sum(values, 0), parts)
+        return sums
+
     def _policy(self) -> Policy:
         """Returns the policy of a reduction, with the divisor of the whole batch."""
         return dataclasses.replace(self.options.policy, divide_by=self.options.divisor)
@@ -112,7 +127,7 @@ class Gradients:
     ) -> tuple[jax.Array, Any]:
         params = self.layout.merge(full, self._nodes(groups))
         result = self.options.loss_fn(params, batch)
-        loss, aux = result if self.options.has_aux else (result, None)
+        loss, aux = _with_aux(result) if self.options.has_aux else (result, None)
         loss = _checked_loss(loss)
         aux = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), aux)
         scaled = loss if self.scale is None else loss * self.scale
@@ -231,7 +246,21 @@ class Gradients:
         ]
 
 
+def _with_aux(result: Any) -> tuple[Any, PyTree]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"zero3: has_aux=True, but loss_fn returned a {type(result).__name__}; "
+            f"expected a pair (loss, aux). Return one, or leave out has_aux."
+        )
+    return result
+
+
 def _checked_loss(loss: Any) -> jax.Array:
+    if not jax.tree_util.all_leaves([loss]):
+        raise TypeError(
+            f"zero3: loss_fn returned a {type(loss).__name__}; expected a real scalar, "
+            f"the mean over its batch. To return a pair (loss, aux), set has_aux=True."
+        )
     found = jnp.shape(loss)
     dtype = jnp.result_type(loss)
     if found != () or not jnp.issubdtype(dtype, jnp.floating):

@@ -41,8 +41,8 @@ class Metrics(NamedTuple):
       skipped: whether the gradient was not finite and the step left parameters and
         optimizer as they were; bool.
       loss_scale: scale that this step used; float32, or None without a loss scale.
-      aux: mean of the loss function's auxiliary results over devices and microbatches,
-        float32; None without `has_aux`.
+      aux: the loss function's auxiliary results, each reduced as the loss is; float32.
+        None without `has_aux`.
     """
 
     loss: jax.Array

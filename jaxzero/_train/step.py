@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxzero._axis import bind_axis
+from jaxzero._axis import Axis, bind_axis
 from jaxzero._norm import global_norm
 from jaxzero._train.empty import empty_as_constants
 from jaxzero._train.grads import Gradients
+from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
 from jaxzero._train.state import Metrics, TrainState
 from jaxzero._tree import PyTree
@@ -22,7 +23,8 @@ def local_step(
     axis = bind_axis(options.names, options.replicate_axis, "zero3")
     state, batch = empty_as_constants(axis, (state, batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
-    summed = Gradients(options, axis, state, scale).of_batch(batch)
+    gradients = Gradients(options, axis, state.layout, state.params, scale)
+    summed = gradients.of_batch(batch)
     norm = (
         global_norm(summed.grads, options.names)
         if summed.stats is None
@@ -45,18 +47,9 @@ def local_step(
     following = None
     if options.loss_scale is not None and state.loss_scale is not None:
         following = options.loss_scale.update(state.loss_scale, finite)
-    mean = 1 / (options.devices * options.accumulate)
+    loss, aux = over_devices(options, axis, summed.loss, summed.aux)
     metrics = Metrics(
-        loss=lax.psum(summed.loss, axis.all_names) / options.divisor,
-        grad_norm=norm,
-        skipped=~took,
-        loss_scale=scale,
-        aux=jax.tree.map(
-            lambda sums: (
-                lax.psum(axis.lift(sums, axis.all_names), axis.all_names) * mean
-            ),
-            summed.aux,
-        ),
+        loss=loss, grad_norm=norm, skipped=~took, loss_scale=scale, aux=aux
     )
     return (
         TrainState(
@@ -68,6 +61,29 @@ def local_step(
         ),
         metrics,
     )
+
+
+def local_loss(
+    options: StepOptions, layout: Layout, params: PyTree, batch: PyTree
+) -> tuple[jax.Array, PyTree]:
+    """Computes loss and auxiliary results, without gradients."""
+    axis = bind_axis(options.names, options.replicate_axis, "zero3")
+    params, batch = empty_as_constants(axis, (params, batch))
+    sums = Gradients(options, axis, layout, params).loss_of_batch(batch)
+    return over_devices(options, axis, *sums)
+
+
+def over_devices(
+    options: StepOptions, axis: Axis, loss: jax.Array, aux: PyTree
+) -> tuple[jax.Array, PyTree]:
+    """Returns the mean, or what else the policy says, of sums on each device."""
+
+    def reduced(value: jax.Array) -> jax.Array:
+        lifted = axis.lift(value, axis.all_names)
+        total: jax.Array = lax.psum(lifted, axis.all_names)
+        return total / options.divisor
+
+    return reduced(loss), jax.tree.map(reduced, aux)
 
 
 def _updated(param: jax.Array, update: jax.Array) -> jax.Array:

@@ -1,7 +1,5 @@
 """zero3: a whole ZeRO-3 training step from a loss function and an optimizer."""
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +14,7 @@ from jaxzero._cut import CutTree
 from jaxzero._loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
 from jaxzero._train import export, restore
-from jaxzero._train.batch import Batches, batch_shardings, batch_spec, batch_specs
+from jaxzero._train.batch import Batches, batch_shardings, batch_spec
 from jaxzero._train.layout import Layout
 from jaxzero._train.make_layout import Globs, make_layout
 from jaxzero._train.optimizer import ShardedOptimizer
@@ -30,8 +28,8 @@ from jaxzero._train.options import (
     checked_clip,
 )
 from jaxzero._train.processes import check_processes_agree
+from jaxzero._train.programs import birth, loss_program, step_program
 from jaxzero._train.state import Metrics, TrainState
-from jaxzero._train.step import local_step
 from jaxzero._tree import PyTree
 
 
@@ -64,8 +62,9 @@ def zero3(
       optimizer: an optax transformation, or anything with its `init` and `update`. It
         runs on shards, so it must treat all elements of a leaf alike (adamw, lion,
         sgd, ...); one that does not is refused by `init`. A leaf that is cut flat has
-        one dimension there: choose what to decay by key path, not by `ndim`, or give
-        such leaves a cut that keeps their dimensions (0); else `init` refuses, too.
+        one dimension there: choose what to decay by key path, not by `ndim`, or keep
+        dimensions (`cuts=lambda path, shape: 0 if len(shape) > 1 else None`); else
+        `init` refuses, too.
       mesh: mesh of all devices.
       axis_name: mesh axis, or tuple of axes, to shard over.
       policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
@@ -88,7 +87,7 @@ def zero3(
       has_aux: `loss_fn` returns (loss, aux), aux a pytree of real arrays.
 
     Returns:
-      A `Zero3` with `init`, `step` and checkpoints.
+      A `Zero3` with `init`, `step`, `evaluate` and checkpoints.
 
     Raises:
       ValueError: for an axis that the mesh does not have, mesh axes that are not
@@ -151,6 +150,8 @@ class Zero3:
         self._layers = layers
         self._stacked = stacked
         self._batches = Batches(mesh, options)
+        self._step = step_program(options, mesh, self._optimizer)
+        self._loss = loss_program(options, mesh)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -213,8 +214,31 @@ class Zero3:
             or a first one that differs between processes.
         """
         placed = self._batches.place(batch)
-        result: tuple[TrainState, Metrics] = self._jitted(state, placed)
+        result: tuple[TrainState, Metrics] = self._step(state, placed)
         return result
+
+    def evaluate(
+        self, state: TrainState, batch: PyTree, loss_fn: LossFn | None = None
+    ) -> Any:
+        """Returns the loss of a batch, without gradients; the state stays as it is.
+
+        Args:
+          state: a state.
+          batch: as for `step`, split over devices and microbatches in the same way.
+          loss_fn: a function in place of that of the run, called likewise, such as
+            one without dropout. Give the same object each time: a new one compiles.
+
+        Returns:
+          The loss, a float32 scalar equal on every device; with `has_aux`, the pair
+          (loss, aux). Both are reduced as in `Metrics`.
+
+        Raises:
+          ValueError: as `step`.
+        """
+        placed = self._batches.place(batch)
+        loss_fn = self._options.loss_fn if loss_fn is None else loss_fn
+        loss, aux = self._loss(loss_fn, state.layout, state.params, placed)
+        return (loss, aux) if self._options.has_aux else loss
 
     def lower(
         self,
@@ -237,7 +261,7 @@ class Zero3:
             batch,
             batch_shardings(batch, self._options, self._mesh),
         )
-        traced: jax.stages.Traced = self._jitted.trace(state, shapes)
+        traced: jax.stages.Traced = self._step.trace(state, shapes)
         lowered: jax.stages.Lowered = traced.lower(lowering_platforms=platforms)
         return lowered
 
@@ -357,42 +381,6 @@ class Zero3:
 
     def _everywhere(self, tree: PyTree) -> PyTree:
         return jax.device_put(tree, NamedSharding(self._mesh, P()))
-
-    @functools.cached_property
-    def _jitted(self) -> Any:
-        return jax.jit(self._mapped_step, donate_argnums=0)
-
-    def _mapped_step(
-        self, state: TrainState, batch: PyTree
-    ) -> tuple[TrainState, Metrics]:
-        layout = state.layout
-        specs = dataclasses.replace(
-            jax.tree.map(lambda _: P(), state),
-            params=layout.specs,
-            opt_state=self._optimizer.specs(layout),
-        )
-        step = jax.shard_map(
-            functools.partial(local_step, self._options),
-            mesh=self._mesh,
-            in_specs=(specs, batch_specs(batch, self._options)),
-            out_specs=(specs, P()),
-        )
-        result: tuple[TrainState, Metrics] = step(state, batch)
-        return result
-
-
-def birth(layout: Layout, mesh: Mesh, init_fn: Callable[..., PyTree]) -> Any:
-    """Returns the jitted function that makes parameters as global arrays of shards."""
-    shardings = [NamedSharding(mesh, leaf.spec(layout.names)) for leaf in layout.leaves]
-
-    def make(*args: Any) -> list[jax.Array]:
-        leaves = jax.tree.leaves(init_fn(*args))
-        return [
-            leaf.to_global(value)
-            for leaf, value in zip(layout.leaves, leaves, strict=True)
-        ]
-
-    return jax.jit(make, out_shardings=shardings)
 
 
 def _is_function(params: Any) -> bool:

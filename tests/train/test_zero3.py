@@ -14,7 +14,7 @@ from conftest import MakeMesh
 
 import jaxzero
 from jaxzero import LossScale, Policy, zero3
-from jaxzero._train.zero3 import birth
+from jaxzero._train.programs import birth
 
 STEPS = 50
 KEY = 7
@@ -414,7 +414,7 @@ def test_one_program_serves_all_steps(make_mesh: MakeMesh) -> None:
     for batch in training.batches(3):
         state, metrics = zero.step(state, batch)
         jax.block_until_ready(metrics)
-    assert zero._jitted._cache_size() == 1
+    assert zero._step._cache_size() == 1
 
 
 def refuse(make_mesh: MakeMesh, **options: Any) -> str:
