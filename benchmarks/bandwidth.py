@@ -101,9 +101,9 @@ def main() -> None:
     if started_by():
         initialize()
     found: list[bus.Row] = []
-    for wire in options.wires:
-        for name in options.trees:
-            tree = TINY[name] if options.tiny else TREES[name]()
+    for name in options.trees:
+        tree = TINY[name] if options.tiny else TREES[name]()
+        for wire in options.wires:
             new = rows(name, tree, wire, count=options.count, repeats=options.repeats)
             found += new
             if jax.process_index() == 0:

@@ -14,10 +14,11 @@ write: `jax.checkpoint` around `lax.all_gather` and a layer, whose transpose is
 
 import argparse
 import functools
+import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,12 @@ from jaxzero.testing import initialize, started_by
 
 AXIS = "data"
 LAYOUTS = ("listed", "stacked")
+WAYS = {
+    "none": "no communication",
+    "native": "native",
+    "off": "jaxzero, overlap off",
+    "on": "jaxzero, overlap on",
+}
 RATE = 1e-6
 Tree = Any
 Step = Callable[[Any, Any], Any]
@@ -150,26 +157,43 @@ def seconds(step: Step, state: Any, batch: jax.Array, repeats: int) -> float:
     return statistics.median(times)
 
 
-def rows(bench: Bench, repeats: int) -> list[Row]:
-    """Measures all ways to run the step."""
-    ways: dict[str, Callable[[], tuple[Step, Any]]] = {
-        "no communication": lambda: bench.plain(communicate=False),
+def rows(bench: Bench, ways: Sequence[str], repeats: int) -> list[Row]:
+    """Measures ways to run the step.
+
+    Exposed time needs "none" among them. The peak of memory is that of the process, so
+    it is only said of a way that is alone.
+    """
+    all_ways: dict[str, Callable[[], tuple[Step, Any]]] = {
+        "none": lambda: bench.plain(communicate=False),
         "native": lambda: bench.plain(communicate=True),
-        "jaxzero, overlap off": lambda: bench.ours(overlap=False),
-        "jaxzero, overlap on": lambda: bench.ours(overlap=True),
+        "off": lambda: bench.ours(overlap=False),
+        "on": lambda: bench.ours(overlap=True),
     }
-    found = {how: seconds(*make(), bench.batch, repeats) for how, make in ways.items()}
-    alone = found["no communication"]
+    found = {
+        way: seconds(*all_ways[way](), bench.batch, repeats)
+        for way in WAYS
+        if way in ways
+    }
+    alone = found.get("none")
+    tokens = bench.batch.shape[0]
     return [
         {
             "layers": f"{bench.layers} {'stacked' if bench.stacked else 'listed'}",
             "ranks": bench.ranks,
-            "how": how,
+            "how": WAYS[way],
             "ms": value * 1e3,
-            "exposed ms": (value - alone) * 1e3,
+            **({} if alone is None else {"exposed ms": (value - alone) * 1e3}),
+            "tokens/s": tokens / value,
+            **({"peak GB": peak_gigabytes()} if len(found) == 1 else {}),
         }
-        for how, value in found.items()
+        for way, value in found.items()
     ]
+
+
+def peak_gigabytes() -> float:
+    """Returns the most memory that was in use on this process's first device so far."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return float(stats.get("peak_bytes_in_use", math.nan)) / 1e9
 
 
 def trace(bench: Bench, folder: pathlib.Path) -> None:
@@ -193,6 +217,17 @@ def main() -> None:
     parser.add_argument(
         "--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS, help="default: all"
     )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=list(WAYS),
+        choices=WAYS,
+        help="default: all; peak memory is measured of one alone",
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="folder in which --save writes instead"
+    )
+    parser.add_argument("--name", default="gpu_overlap", help="of the file")
     options = parser.parse_args()
     if started_by():
         initialize()
@@ -200,13 +235,14 @@ def main() -> None:
     for layout in options.layouts:
         stacked = layout == "stacked"
         bench = Bench(options.width, options.layers, options.tokens, stacked)
-        table += rows(bench, options.repeats)
+        table += rows(bench, options.ways, options.repeats)
+        if jax.process_index() == 0 and options.save:
+            name = f"{options.name}_{jax.device_count()}"
+            record.save(name, table, options.out or record.RESULTS)
         if options.trace and not stacked:
             trace(bench, options.trace / f"rank{jax.process_index()}")
     if jax.process_index() == 0:
         print(as_text(table), flush=True)
-        if options.save:
-            record.save(f"gpu_overlap_{jax.device_count()}", table)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from jaxzero._bench.per_rank import AXIS, Arrays, Way, jitted
 from jaxzero._bench.timing import Call, interleaved_medians
 from jaxzero._bench.workload import Workload
 
-THREADS = 8
+THREADS = 11
 
 
 def repeated(way: Way, count: int) -> Way:
