@@ -22,7 +22,16 @@ BLOCKS = [
 ]
 
 # The environment that these tests run in is the one that `pip` and `venv` would make.
-PIP = "#!/bin/bash\n"
+PIP = """\
+#!/bin/bash
+[ "$1" = install ] || exit 2
+for argument in "${@:2}"; do
+  case "$argument" in
+    -e | --no-build-isolation | . | .\\[*] | [a-z]*) ;;
+    *) exit 2 ;;
+  esac
+done
+"""
 PYTHON = f"""\
 #!/bin/bash
 case "$*" in
@@ -117,3 +126,10 @@ def test_commands_run_and_print_what_their_comments_say(
 
 def test_there_are_commands_to_run() -> None:
     assert len(BLOCKS) >= 6
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "CONTRIBUTING.md"])
+def test_there_are_no_other_blocks(name: str) -> None:
+    """Only kinds that a test runs, pictures made of letters, and what Sphinx reads."""
+    kinds = re.findall(r"^ *```(\S+)", (ROOT / name).read_text(), re.MULTILINE)
+    assert set(kinds) <= {"sh", "python", "{toctree}", "{include}"}

@@ -89,6 +89,17 @@ def test_an_example_prints_what_its_comment_says(block: str) -> None:
     assert run("-c", block).splitlines() == promised
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_no_other_code(page: Path) -> None:
+    if page.suffix == ".rst":
+        text = RST_BLOCK.sub("", page.read_text())
+        other = r"code-block|literalinclude|>>>|^(?! *\.\. ).*::$"
+        assert not re.search(other, text, re.MULTILINE)
+    else:
+        kinds = re.findall(r"^ *```(\S+)", page.read_text(), re.MULTILINE)
+        assert set(kinds) <= {"python", "sh", "{toctree}", "{include}"}
+
+
 def test_there_are_examples() -> None:
     assert len(python_blocks()) > 3
 
