@@ -3,7 +3,8 @@
 import os
 import pathlib
 import platform
-from importlib.metadata import version
+import re
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -20,7 +21,27 @@ def environment() -> dict[str, Any]:
         "numpy": version("numpy"),
         "device": f"{len(devices)} x {devices[0].device_kind}{shared}",
         "processor": _processor(),
+        **(gpu_software() if devices[0].platform == "gpu" else {}),
     }
+
+
+def gpu_software() -> dict[str, str]:
+    """Returns versions of NCCL, CUDA's runtime and the driver, where they are known."""
+    found = {}
+    for name, package in (
+        ("nccl", "nvidia-nccl-cu13"),
+        ("cuda", "nvidia-cuda-runtime"),
+    ):
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    try:
+        text = pathlib.Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        text = ""
+    driver = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found | {"driver": driver[0] if driver else "unknown"}
 
 
 def gpus_are_shared() -> bool:

@@ -23,6 +23,8 @@ def test_ranks_that_share_gpus_are_told(
     monkeypatch.setattr(jax, "devices", lambda: [gpu, gpu])
     if is_shared:
         monkeypatch.setenv("NCCL_HOSTID", "host1")
-    found = environment()["device"]
+    software = environment()
+    assert {"nccl", "cuda", "driver"} < set(software)
+    found = software["device"]
     assert found.startswith("2 x NVIDIA H200")
     assert found.endswith("shared by several ranks") == is_shared
