@@ -117,7 +117,7 @@ def _rows_to_send(
         return leaves[first], 0
     # Its own shape, so that the received rows are the shard without a copy.
     cut = plan.leaves[first].cut
-    flat = cut.layout == "flat"
+    flat = cut.dim is None and cut.layout != "whole"
     return leaves[first].reshape(-1) if flat else leaves[first], cut.dim or 0
 
 
