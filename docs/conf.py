@@ -38,6 +38,8 @@ napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
+myst_heading_anchors = 2  # links from the README to parts of the build guide
+
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_domain_indices = False
