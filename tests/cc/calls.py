@@ -116,9 +116,9 @@ def nearest(values: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.float
     if dtype == "float64":
         return values
     precision, last = _PRECISION_AND_LAST_EXPONENT[dtype]
-    _, exponent = np.frexp(values)
-    unit = np.maximum(exponent - precision, last)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # signalling NaNs
+        _, exponent = np.frexp(values)
+        unit = np.maximum(exponent - precision, last)
         rounded = np.ldexp(np.rint(np.ldexp(values, -unit)), unit)
     limit = float(ml_dtypes.finfo(np.dtype(dtype)).max)
     beyond = np.isfinite(values) & (np.abs(rounded) > limit)
