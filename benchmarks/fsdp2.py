@@ -7,13 +7,15 @@ A module whose parameters are the tree is sharded as one group; its backward pas
 hands out fresh gradients in the dtype in which they travel. The time of FSDP2 is that
 of this backward pass minus that of the same on a copy that is not sharded. Parameters,
 and so their shards of gradients, are float32. The limit is one flat tensor of as many
-bytes. Times are those of CUDA events, medians of runs that take turns.
+bytes. Times are those of CUDA events, medians of runs that take turns. On CPU devices
+it only shows that all of it runs.
 """
 
 import argparse
 import os
 import pathlib
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +53,7 @@ def module(tree: Tree, dtype: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             for number, shape in enumerate(tree.values()):
-                leaf = torch.zeros(shape, dtype=dtype, device="cuda")
+                leaf = torch.zeros(shape, dtype=dtype, device=_device())
                 self.register_parameter(f"leaf{number}", torch.nn.Parameter(leaf))
 
         def forward(self, batch: Any) -> Any:
@@ -66,7 +68,7 @@ def backward(model: Any) -> Measure:
     """Returns what times a backward pass in seconds; the forward pass is not timed."""
     import torch
 
-    batch = torch.zeros(1, device="cuda")
+    batch = torch.zeros(1, device=_device())
 
     def measure() -> float:
         loss = model(batch)
@@ -82,15 +84,26 @@ def flat(nbytes: int, wire: Any, ranks: int) -> Measure:
     import torch
 
     numel = -(-nbytes // wire.itemsize // ranks // 64) * 64
-    send = torch.zeros(ranks * numel, dtype=wire, device="cuda")
-    receive = torch.zeros(numel, dtype=wire, device="cuda")
+    send = torch.zeros(ranks * numel, dtype=wire, device=_device())
+    receive = torch.zeros(numel, dtype=wire, device=_device())
     reduce = torch.distributed.reduce_scatter_tensor
     return lambda: _timed(lambda: reduce(receive, send))
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
 
 
 def _timed(call: Callable[[], Any]) -> float:
     import torch
 
+    if _device() == "cpu":
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.distributed.barrier()
     torch.cuda.synchronize()
@@ -159,6 +172,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--wires", nargs="+", default=["bfloat16", "float32"], metavar="DTYPE"
     )
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--tiny", action="store_true", help="a few numbers per tree")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     return parser.parse_args(arguments)
 
 
@@ -169,25 +184,11 @@ def main() -> None:
 
     rank = int(os.environ[environment.PROCESS_ID])
     ranks = int(os.environ[environment.NUM_PROCESSES])
-    device = int(os.environ[environment.LOCAL_DEVICE_IDS].split(",")[0])
-    torch.cuda.set_device(device)
-    torch.distributed.init_process_group(
-        "nccl",
-        # JAX's coordinator is not started here, so its address is free.
-        init_method=f"tcp://{os.environ[environment.COORDINATOR]}",
-        rank=rank,
-        world_size=ranks,
-        device_id=torch.device("cuda", device),
-    )
-    where = {
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "device": f"{ranks} x {torch.cuda.get_device_name()}",
-    }
+    where = _join(options.device, rank, ranks)
     found: list[bus.Row] = []
     for name in options.trees:
         for wire in options.wires:
-            tree = bandwidth.TREES[name]()
+            tree = bandwidth.TINY[name] if options.tiny else bandwidth.TREES[name]()
             new = rows(name, tree, wire, ranks, options.repeats)
             found += new
             if rank == 0:
@@ -196,6 +197,33 @@ def main() -> None:
                     record.save(f"fsdp2_{ranks}", found, options.out, where)
             torch.cuda.empty_cache()
     torch.distributed.destroy_process_group()
+
+
+def _join(kind: str, rank: int, ranks: int) -> dict[str, str]:
+    """Joins the other ranks, and returns versions and hardware."""
+    import torch
+
+    # JAX's coordinator is not started here, so its address is free.
+    address = f"tcp://{os.environ[environment.COORDINATOR]}"
+    if kind == "cpu":
+        torch.distributed.init_process_group(
+            "gloo", init_method=address, rank=rank, world_size=ranks
+        )
+        return {"torch": torch.__version__, "device": f"{ranks} x cpu"}
+    device = int(os.environ[environment.LOCAL_DEVICE_IDS].split(",")[0])
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        "nccl",
+        init_method=address,
+        rank=rank,
+        world_size=ranks,
+        device_id=torch.device("cuda", device),
+    )
+    return {
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "device": f"{ranks} x {torch.cuda.get_device_name()}",
+    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ write: `jax.checkpoint` around `lax.all_gather` and a layer, whose transpose is
 
 import argparse
 import functools
-import math
 import pathlib
 import statistics
 import time
@@ -190,10 +189,13 @@ def rows(bench: Bench, ways: Sequence[str], repeats: int) -> list[Row]:
     ]
 
 
-def peak_gigabytes() -> float:
-    """Returns the most memory that was in use on this process's first device so far."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return float(stats.get("peak_bytes_in_use", math.nan)) / 1e9
+def peak_gigabytes() -> float | None:
+    """Returns the most memory that was in use on this process's first device so far.
+
+    None on CPU devices, which do not count it.
+    """
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["peak_bytes_in_use"] / 1e9 if stats else None
 
 
 def trace(bench: Bench, folder: pathlib.Path) -> None:
