@@ -223,18 +223,22 @@ def _true_numel(leaf: LeafSpec, bucket: Bucket, slot: Slot) -> int:
     """Reals of the leaf itself, over all rows, inside a slot."""
     cut = leaf.cut
     inner = cut.inner * components(leaf.dtype)
-    block = cut.chunk * inner
-    total = 0
-    for row in range(bucket.send_rows):
-        valid = max(0, min(cut.length - row * cut.chunk, cut.chunk)) * inner
-        # Column ranges cut through blocks: count whole blocks, then both ends.
-        total += _valid_before(slot.begin + slot.count, block, valid)
-        total -= _valid_before(slot.begin, block, valid)
-    return total
+    if not cut.chunk * inner:
+        return 0
+    # Rows are full until the leaf ends inside one, and those after it are padding: no
+    # loop over rows, of which a large cluster has many.
+    full_rows, rest = divmod(cut.length, cut.chunk)
+    if full_rows >= bucket.send_rows:
+        return bucket.send_rows * slot.count
+    # Column ranges cut through blocks: count whole blocks, then both ends.
+    block, valid = cut.chunk * inner, rest * inner
+    last_row = _valid_before(slot.begin + slot.count, block, valid)
+    last_row -= _valid_before(slot.begin, block, valid)
+    return full_rows * slot.count + last_row
 
 
 def _valid_before(end: int, block: int, valid: int) -> int:
-    return end // block * valid + min(end % block, valid) if block else 0
+    return end // block * valid + min(end % block, valid)
 
 
 def build_plan(
