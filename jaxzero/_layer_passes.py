@@ -42,7 +42,7 @@ def backward_list(
         total = of_consts if total is None else _added(total, of_consts)
         if i + 1 < len(shards):
             grads.append(reduced)
-    grads.append(turns.reduce(pending, shards[0]))
+    grads.append(turns.reduced(pending, shards[0]))
     return grads[::-1], cotangent, total or []
 
 
@@ -82,7 +82,7 @@ def backward_stacked(
         first,
     )
     if count == 1:
-        grads = turns.reduce(pending, first)
+        grads = turns.reduced(pending, first)
         return jax.tree.map(lambda leaf: leaf[None], grads), cotangent, total
 
     def turn(state: Any, index: jax.Array) -> tuple[Any, None]:
@@ -108,7 +108,7 @@ def backward_stacked(
     cotangent, own, of_consts, second, _ = turns.backward(
         full, take(saved_before, 0), consts, cotangent, pending, None, first
     )
-    grads = _put(_put(grads, 1, second), 0, turns.reduce(own, first))
+    grads = _put(_put(grads, 1, second), 0, turns.reduced(own, first))
     return grads, cotangent, _added(total, of_consts)
 
 

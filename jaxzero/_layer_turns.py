@@ -27,12 +27,9 @@ class Turns:
         """Returns the full parameters of one layer."""
         return gather(Shards(shards, self._recipe))
 
-    def reduce(self, full_grads: PyTree, shards: PyTree) -> PyTree:
-        """Returns the shards of the summed gradients of one layer."""
-        # The gather itself has no use here, and XLA never sees it.
-        pull: Any = jax.vjp(self.gather, shards)[1]
-        (grads,) = pull(full_grads)
-        return grads
+    def reduced(self, pending: PyTree, shards: PyTree) -> PyTree:
+        """Returns the shards of the summed gradients that a turn left pending."""
+        return self._reduce(pending, shards) if self._overlap else pending
 
     def last_forward(self, full: PyTree, carry: PyTree, consts: list[Any]) -> PyTree:
         """Applies a layer."""
@@ -66,19 +63,19 @@ class Turns:
           saved: the carry that it was given.
           consts: what else it was given.
           cotangent: of its result.
-          pending: full gradients of the layer after it, which are to be reduced.
+          pending: gradients of the layer after it: with overlap full ones, which are
+            to be reduced, else shards.
           following: shards of the layer before it, which are to be gathered.
           shards: those of any layer, for their types.
 
         Returns:
-          Cotangent of its carry, its full gradients, those of `consts`, the reduced
-          gradients of the layer after it, and full parameters of the one before it.
+          Cotangent of its carry, its gradients as `pending` for the next turn, those
+          of `consts`, the reduced gradients of the layer after it, and full parameters
+          of the one before it.
         """
         barrier: Any = lax.optimization_barrier
         cotangent, saved = barrier((cotangent, saved))
-        reduced = None if pending is None else self.reduce(pending, shards)
-        if not self._overlap:
-            cotangent, saved, reduced = barrier((cotangent, saved, reduced))
+        reduced = None if pending is None else self.reduced(pending, shards)
         # Runs the layer again, beside the reduction: it needs no cotangent.
         pull: Any = jax.vjp(
             lambda full, carry, consts: self._fn(full, carry, *consts),
@@ -92,13 +89,21 @@ class Turns:
                 (pull, cotangent, reduced, following)
             )
             before = self._gather_if_any(following)
-            full_grads, cotangent, of_consts = pull(cotangent)
-            cotangent, full_grads, before = barrier((cotangent, full_grads, before))
+            grads, cotangent, of_consts = pull(cotangent)
+            cotangent, grads, before = barrier((cotangent, grads, before))
         else:
             full_grads, cotangent, of_consts = pull(cotangent)
-            cotangent, following = barrier((cotangent, following))
+            # First, so that they never meet parameters of the layer before.
+            grads = self._reduce(full_grads, shards)
+            cotangent, grads, following = barrier((cotangent, grads, following))
             before = self._gather_if_any(following)
-        return cotangent, full_grads, of_consts, reduced, before
+        return cotangent, grads, of_consts, reduced, before
+
+    def _reduce(self, full_grads: PyTree, shards: PyTree) -> PyTree:
+        # The gather itself has no use here, and XLA never sees it.
+        pull: Any = jax.vjp(self.gather, shards)[1]
+        (grads,) = pull(full_grads)
+        return grads
 
     def _gather_if_any(self, shards: PyTree | None) -> PyTree | None:
         return None if shards is None else self.gather(shards)
