@@ -122,9 +122,12 @@ def estimate_memory(
     float32 for matrix products, and bfloat16 for sums, and copies what
     `reduction="float32"` exchanges, which is not in it either. Gradient shards
     count until the update, as they must for `clip_norm`; without it, XLA may update
-    some of them earlier. Layers are those of `gathered`; `apply_layers` with
-    overlap also holds the parameters, or the gradients, of the layer beside, and
-    its bucket.
+    some of them earlier.
+
+    Layers are those of `apply_layers`. With `Policy(overlap=True)` the parameters of
+    the layer before, or the gradients of the layer after, exist beside a layer, with
+    their bucket. For a loss that calls `gathered` itself, which has one layer at a
+    time, ask with `Policy(overlap=False)`.
 
     Args:
       params: parameters, or their shapes and dtypes (`jax.eval_shape(init, key)`).

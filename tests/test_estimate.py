@@ -15,6 +15,7 @@ from jaxzero import Policy, estimate_memory, zero3
 
 MIB = 1 << 20
 PACKED = {"direct_bytes": 1 << 40}
+ALONE = {"overlap": False}
 SMALL = {"bucket_bytes": MIB}
 
 MODELS: dict[str, Any] = {
@@ -23,6 +24,16 @@ MODELS: dict[str, Any] = {
     "stacked": (
         transformer.stacked_shapes,
         transformer.loss_stacked,
+        {"stacked": "blocks"},
+    ),
+    "layers in turns": (
+        transformer.shapes,
+        transformer.loss_in_turns,
+        {"layers": "blocks/*"},
+    ),
+    "stacked in turns": (
+        transformer.stacked_shapes,
+        transformer.loss_in_turns,
         {"stacked": "blocks"},
     ),
 }
@@ -40,10 +51,19 @@ def promotion() -> Iterator[None]:
     [
         ("plain", {}, {}),
         ("plain", PACKED | SMALL, {"accumulate": 2}),
-        ("layers", {}, {}),
-        ("layers", PACKED, {}),
-        ("stacked", {}, {}),
-        ("stacked", PACKED | SMALL, {"accumulate": 2}),
+        # `gathered` has no other layer beside it.
+        ("layers", ALONE, {}),
+        ("layers", ALONE | PACKED, {}),
+        ("stacked", ALONE, {}),
+        ("stacked", ALONE | PACKED | SMALL, {"accumulate": 2}),
+        ("layers in turns", {}, {}),
+        ("layers in turns", PACKED, {"accumulate": 2}),
+        ("layers in turns", PACKED | SMALL, {}),
+        ("layers in turns", ALONE, {}),
+        ("layers in turns", ALONE | PACKED | SMALL, {"accumulate": 2}),
+        ("stacked in turns", {}, {}),
+        ("stacked in turns", PACKED, {"accumulate": 2}),
+        ("stacked in turns", ALONE | PACKED, {"accumulate": 2}),
     ],
     ids=str,
 )
@@ -96,7 +116,8 @@ def test_parts_of_a_step_that_gathers_everything() -> None:
 
 
 def test_layers_gather_one_at_a_time() -> None:
-    estimate = estimate_memory(matrices(16), 8, layers="blocks/*")
+    policy = Policy(overlap=False)
+    estimate = estimate_memory(matrices(16), 8, policy, layers="blocks/*")
     sharded = estimate.sharded
     assert sharded.gathered == sharded.full_grads == sharded.buckets == 4 * MIB
     assert sharded.total == 4 * (16 * 4 * MIB // 8) + 2 * 4 * MIB

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxzero import gathered
+from jaxzero import apply_layers, gathered
 
 WIDTH = 256
 LAYERS = 4
@@ -15,7 +15,7 @@ LENGTH = 8
 Tree = Any
 
 
-def shapes() -> Tree:
+def shapes(layers: int = LAYERS) -> Tree:
     """Returns the parameters' shapes, layers in a list."""
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -34,17 +34,17 @@ def shapes() -> Tree:
     return {
         "wte": array(VOCABULARY, WIDTH),
         "wpe": array(64, WIDTH),
-        "blocks": [block] * LAYERS,
+        "blocks": [block] * layers,
         "ln_f": array(WIDTH),
     }
 
 
-def stacked_shapes() -> Tree:
+def stacked_shapes(layers: int = LAYERS) -> Tree:
     """Returns them with the layers stacked."""
     params = shapes()
     stacked = jax.tree.map(
-        lambda *leaves: jax.ShapeDtypeStruct((LAYERS, *leaves[0].shape), jnp.float32),
-        *params["blocks"],
+        lambda leaf: jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype),
+        params["blocks"][0],
     )
     return params | {"blocks": stacked}
 
@@ -64,6 +64,12 @@ def loss_stacked(params: Tree, tokens: jax.Array) -> jax.Array:
         return gathered(_block)(block, hidden), None
 
     hidden, _ = jax.lax.scan(body, _embedded(params, tokens), params["blocks"])
+    return _cross_entropy(params, hidden, tokens)
+
+
+def loss_in_turns(params: Tree, tokens: jax.Array) -> jax.Array:
+    """The same with `apply_layers`, for listed and stacked layers."""
+    hidden = apply_layers(_block, params["blocks"], _embedded(params, tokens))
     return _cross_entropy(params, hidden, tokens)
 
 

@@ -1,11 +1,16 @@
 """The moments of a ZeRO-3 step at which a device may hold most beside its state."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from jaxzero._memory.live import array_bytes
 from jaxzero._memory.step import Leaves, Step, shard_bytes
 from jaxzero._train.layout import Group
+
+LAYERS_OUTSIDE_LOOP = 2
+"""Of stacked layers `apply_layers` differentiates the last and the first one apart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,44 +139,91 @@ def _layers(step: Step, beside: Moment) -> Iterator[Moment]:
     of_group = {group: shard_bytes(step.members(group)) for group in step.layout.groups}
     # A scan has room for the shards of all its layers, whichever is at work.
     scanned = sum(of_group[group] for group in of_group if group.stacked)
-    for group in _distinct(step):
-        members = step.members(group)
+    for group, count in _distinct(step):
         others = sum(of_group.values()) - (not group.stacked) * of_group[group]
         if step.loops and not step.fused:
             # XLA:CPU adds those of single layers to accumulators at once; XLA:GPU
             # may wait, to add several in one kernel.
             others = scanned
-        # A scan takes the shards of a layer out of the stack.
-        own = of_group[group] // _num_layers(members) if group.stacked else 0
-        for alive in step.gathering(members):
-            yield _plus(
-                beside,
-                name="gathering a layer",
-                grads=others,
-                gathered=alive.full + own,
-                buckets=alive.temp,
-            )
-        for alive in step.reducing(members, accumulates=False):
-            yield _plus(
-                beside,
-                name="reduction of a layer",
-                grads=others + alive.shards,
-                full_grads=alive.full,
-                buckets=alive.temp,
-            )
+        around = _plus(beside, name=beside.name, grads=others)
+        if step.overlaps and count > 1:
+            yield from _beside_another(step, group, count, around)
+        else:
+            yield from _alone(step, group, around)
 
 
-def _distinct(step: Step) -> list[Group]:
-    """Returns one group of each kind; layers are mostly alike."""
-    kinds = {
-        (group.stacked,)
-        + tuple(
-            (leaf.shape, leaf.dtype, leaf.stored, leaf.cut)
-            for leaf in step.members(group)
-        ): group
-        for group in step.layout.groups
-    }
-    return list(kinds.values())
+def _alone(step: Step, group: Group, beside: Moment) -> Iterator[Moment]:
+    """Yields the moments of a layer that is gathered when its turn comes."""
+    members = step.members(group)
+    for alive in step.gathering(members):
+        yield _plus(
+            beside,
+            name="gathering a layer",
+            gathered=alive.full + _slice_bytes(group, members),
+            buckets=alive.temp,
+        )
+    for alive in step.reducing(members, accumulates=False):
+        yield _plus(
+            beside,
+            name="reduction of a layer",
+            grads=alive.shards,
+            full_grads=alive.full,
+            buckets=alive.temp,
+        )
+
+
+def _beside_another(
+    step: Step, group: Group, count: int, beside: Moment
+) -> Iterator[Moment]:
+    """Yields the moments of the backward pass of `apply_layers` with overlap.
+
+    While a layer is differentiated, first the gradients of the layer after it are
+    reduced, then the parameters of the layer before it are gathered; meanwhile its
+    gradients take the place of its parameters. In the forward pass less is alive.
+    """
+    members = step.members(group)
+    layer = step.layer_bytes(members)
+    # The first layers and the last are not in the loop, which XLA unrolls if it has
+    # one turn. A loop carries full parameters and full gradients: at its ends both
+    # exist, and neither is free for the parameters that are gathered between.
+    carried = layer if group.stacked and count > LAYERS_OUTSIDE_LOOP + 1 else 0
+    # Shards of the layer after, before they are added to accumulators.
+    reduced = 0 if group.stacked or not step.loops else shard_bytes(members)
+    for alive in step.gathering(members):
+        yield _plus(
+            beside,
+            name="gathering the layer before",
+            grads=reduced,
+            gathered=layer + alive.full + _slice_bytes(group, members),
+            full_grads=carried,
+            buckets=alive.temp,
+        )
+    for alive in step.reducing(members, accumulates=False, kept=True):
+        yield _plus(
+            beside,
+            name="reduction of the layer after",
+            grads=alive.shards,
+            gathered=layer,
+            full_grads=alive.full,
+            buckets=alive.temp,
+        )
+
+
+def _slice_bytes(group: Group, members: Leaves) -> int:
+    """Returns the bytes of the shards of a layer that a scan takes out of the stack."""
+    return shard_bytes(members) // _num_layers(members) if group.stacked else 0
+
+
+def _distinct(step: Step) -> list[tuple[Group, int]]:
+    """Returns one group of each kind and its number of layers; most are alike."""
+    kinds: dict[Any, Group] = {}
+    counts: collections.Counter[Any] = collections.Counter()
+    for group in step.layout.groups:
+        members = step.members(group)
+        kind = (group.stacked, *((m.shape, m.dtype, m.stored, m.cut) for m in members))
+        kinds[kind] = group
+        counts[kind] += _num_layers(members) if group.stacked else 1
+    return [(group, counts[kind]) for kind, group in kinds.items()]
 
 
 def _num_layers(members: Leaves) -> int:

@@ -48,6 +48,12 @@ class Step:
         return self.policy.transport == "nccl"
 
     @property
+    def overlaps(self) -> bool:
+        """Whether collectives of a layer run beside the layer before or after it."""
+        replicas = 1 if self.sync == "replicas_last" else self.replicas
+        return self.policy.overlap and self.layout.group_size * replicas > 1
+
+    @property
     def resident(self) -> Leaves:
         """Leaves outside layers."""
         entries = self.layout.entries
@@ -69,6 +75,12 @@ class Step:
         """Bytes of the leaves in full size, in the dtype of computing."""
         return sum(array_bytes(leaf.shape, self.compute_dtype(leaf)) for leaf in leaves)
 
+    def layer_bytes(self, leaves: Leaves) -> int:
+        """Bytes of one layer of the leaves in full size, in the dtype of computing."""
+        return sum(
+            array_bytes(leaf.unit_shape, self.compute_dtype(leaf)) for leaf in leaves
+        )
+
     def gathering(self, leaves: Leaves) -> list[Alive]:
         """Returns what is alive while leaves, or one layer of each, are gathered."""
         policy = dataclasses.replace(self.policy, comm_dtype=None, reduction="native")
@@ -82,12 +94,15 @@ class Step:
         )
         return list(gathering(plan, fused=self.fused))
 
-    def reducing(self, leaves: Leaves, *, accumulates: bool) -> list[Alive]:
+    def reducing(
+        self, leaves: Leaves, *, accumulates: bool, kept: bool = False
+    ) -> list[Alive]:
         """Returns what is alive while their gradients, or of one layer, are reduced.
 
         Args:
           leaves: the leaves.
           accumulates: whether the shards are added to accumulators.
+          kept: whether all gradients exist before the first is reduced.
         """
         specs = [self._spec(leaf) for leaf in leaves]
         if self.keeps_full:
@@ -105,7 +120,7 @@ class Step:
                 plan,
                 fused=self.fused,
                 accumulates=accumulates,
-                kept=self.keeps_full,
+                kept=kept or self.keeps_full,
             )
         )
 
