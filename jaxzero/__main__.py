@@ -1,6 +1,9 @@
 """``python -m jaxzero COMMAND``: picks a command and imports only that one."""
 
+import errno
 import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,8 +14,16 @@ COMMANDS = {
     "plan": "show buckets and memory of a known model, without a device",
 }
 
+NEED_NATIVE_MODULE = ("bench", "demo")
+
+NO_NATIVE_MODULE = """\
+python -m jaxzero: error: jaxzero's native module is not built here; run\
+ `pip install -e .` in the source folder, or leave that folder if jaxzero is installed\
+"""
+
 HELP = """\
 usage: python -m jaxzero COMMAND [options]
+       python -m jaxzero --version
 
 ZeRO-3 gradient and parameter sharding for JAX.
 
@@ -27,7 +38,8 @@ examples:
   python -m jaxzero bench --help
       the options, examples and exit codes of one command
 
-exit codes: 0 done; 1 a command found something wrong; 2 wrong arguments
+exit codes: 0 done; 1 a command found something wrong; 2 wrong arguments;
+130 stopped by Ctrl-C; 141 nobody reads the output any more
 """
 
 
@@ -44,6 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print(_help(), end="")
         return 0
+    if name == "--version":
+        print(f"jaxzero {importlib.import_module('jaxzero').__version__}")
+        return 0
     if name not in COMMANDS:
         print(
             f"python -m jaxzero: error: no command {name!r}; the commands are"
@@ -51,9 +66,45 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    if name in NEED_NATIVE_MODULE and not importlib.util.find_spec("jaxzero._cpu"):
+        print(NO_NATIVE_MODULE, file=sys.stderr)
+        return 1
     command = importlib.import_module(f"jaxzero._cli.{name}")
     exit_code: int = command.main(rest)
     return exit_code
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command; an interrupt and output that cannot be written end it quietly.
+
+    Args:
+        arguments: the command line after ``python -m jaxzero``.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        try:
+            return main(arguments)
+        finally:
+            # Here, where a failure can still be told, and not as Python exits.
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _drop_output()
+        return 141  # As of a program that SIGPIPE ends.
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"python -m jaxzero: error: output: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """Sends what is still to be written nowhere, or Python would fail at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _help() -> str:
@@ -63,4 +114,4 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(run(sys.argv[1:]))

@@ -92,7 +92,7 @@ def parse_options(arguments: Sequence[str]) -> BenchOptions:
     )
     run.add_argument(
         "--repeats",
-        type=whole_number(1),
+        type=whole_number(1, 10_000),
         default=REPEATS,
         metavar="N",
         help=f"timed runs of each way (default {REPEATS})",

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--timeout",
-        type=whole_number(1),
+        type=whole_number(1, 24 * 3600),
         default=120,
         metavar="SECONDS",
         help="the most that each check on devices may take (default: %(default)s)",
@@ -71,6 +71,8 @@ def main(arguments: Sequence[str]) -> int:
 def examine(limit: TimeLimit) -> Iterator[Fact]:
     """Makes every check; none of them can keep the others from being made."""
     yield from guarded("versions", doctor_install.versions)
+    # Before anything asks for devices, which may hang for what a variable says.
+    yield from guarded("environment", doctor_install.environment)
     machine = doctor_machine.find_machine()
     yield from guarded("CUDA plugin", doctor_machine.plugin, machine)
     yield from guarded("devices", doctor_machine.devices, machine)
@@ -80,7 +82,6 @@ def examine(limit: TimeLimit) -> Iterator[Fact]:
         "collectives extension", collectives, machine.cuda_devices, limit
     )
     yield from guarded("transport", doctor_install.transport)
-    yield from guarded("environment", doctor_install.environment)
     yield from guarded(
         "latency hiding scheduler", doctor_machine.latency_hiding, machine
     )

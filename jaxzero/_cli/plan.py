@@ -146,7 +146,7 @@ def _add_count(
 ) -> None:
     group.add_argument(
         name,
-        type=whole_number(1),
+        type=whole_number(1, 10**6),
         default=default,
         metavar="N",
         help=f"{text} (default {default})",

@@ -1,8 +1,16 @@
+import errno
+import importlib.util
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
-from jaxzero.__main__ import COMMANDS, main
+import jaxzero
+from jaxzero.__main__ import COMMANDS, NEED_NATIVE_MODULE, main, run
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)
@@ -46,3 +54,76 @@ def test_unknown_command_is_one_line_that_lists_the_known(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert "'trian'" in captured.err and "demo" in captured.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxzero {jaxzero.__version__}\n"
+
+
+def interrupted(*arguments: Any) -> int:
+    """A command during which Ctrl-C was pressed."""
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jaxzero._cli.plan.main", interrupted)
+    assert run(["plan"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_errors_of_a_command_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: Any) -> int:
+        raise FileNotFoundError(errno.ENOENT, "missing")
+
+    monkeypatch.setattr("jaxzero._cli.plan.main", missing)
+    with pytest.raises(FileNotFoundError):
+        run(["plan"])
+
+
+def started(stdout: int | IO[bytes]) -> subprocess.CompletedProcess[str]:
+    """Runs a command whose output goes somewhere; returns what it said otherwise."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "jaxzero", "plan", "--model", "gpt2"],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_output_that_nobody_reads_ends_it_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = started(writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = started(full)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert os.strerror(errno.ENOSPC) in done.stderr
+
+
+@pytest.mark.parametrize("command", NEED_NATIVE_MODULE)
+def test_a_source_folder_that_is_not_built_is_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "jaxzero._cpu" else find(name, *rest),
+    )
+    assert main([command]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install -e ." in error

@@ -111,7 +111,7 @@ def test_no_device_is_touched() -> None:
     [
         ([], ["--model"]),
         (["--model", "gpt5"], ["--model", "gpt5", "llama-70b"]),
-        (["--model", "gpt2", "--devices", "0"], ["--devices", "at least 1", "'0'"]),
+        (["--model", "gpt2", "--devices", "0"], ["--devices", "from 1 to", "'0'"]),
         (["--model", "gpt2", "--replicas", "x"], ["--replicas", "'x'"]),
         (["--model", "gpt2", "--comm-dtype", "int8"], ["int8", "bfloat16"]),
         (["--model", "gpt2", "--bucket-bytes", "64X"], ["'64X'", "such as 64M"]),
