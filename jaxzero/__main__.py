@@ -1,5 +1,6 @@
 """``python -m jaxzero COMMAND``: picks a command and imports only that one."""
 
+import contextlib
 import errno
 import importlib
 import importlib.util
@@ -90,6 +91,7 @@ def run(arguments: Sequence[str]) -> int:
             # Here, where a failure can still be told, and not as Python exits.
             sys.stdout.flush()
     except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
         _drop_output()
@@ -114,4 +116,9 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(sys.argv[1:]))
+    exit_code = run(sys.argv[1:])
+    if exit_code:
+        # The usual exit waits for other ranks, and XLA aborts in it if work still runs.
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(exit_code)

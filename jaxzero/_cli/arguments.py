@@ -1,9 +1,14 @@
 """Argument parsing shared by the commands: one clear line for a wrong value."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 class UsageError(Exception):
@@ -18,6 +23,10 @@ class Parser(argparse.ArgumentParser):
             f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr
         )
         raise SystemExit(2)
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        # Not argparse's own, which hides that the text could not be written.
+        print(self.format_help(), end="", file=file)
 
 
 def whole_number(minimum: int, maximum: int | None = None) -> Callable[[str], int]:

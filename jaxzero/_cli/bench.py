@@ -42,9 +42,6 @@ def _run(options: BenchOptions) -> int:
             f"{PROG}: jaxzero is wrong, so nothing is timed: {error}", file=sys.stderr
         )
         return 1
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
     return 0
 
 

@@ -1,6 +1,5 @@
 """``python -m jaxzero demo``: a ZeRO-3 training run on the standard library's text."""
 
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -21,9 +20,6 @@ def main(arguments: Sequence[str]) -> int:
         return run_demo(options)
     except UsageError as error:
         parser.error(str(error))
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
 
 
 def _configure_jax(devices: int) -> None:

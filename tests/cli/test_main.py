@@ -2,6 +2,7 @@ import errno
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_an_interrupt_ends_without_a_traceback(
 ) -> None:
     monkeypatch.setattr("jaxzero._cli.plan.main", interrupted)
     assert run(["plan"]) == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "\nstopped\n"
 
 
 def test_errors_of_a_command_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +84,35 @@ def test_errors_of_a_command_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> 
         run(["plan"])
 
 
-def started(stdout: int | IO[bytes]) -> subprocess.CompletedProcess[str]:
+def test_an_interrupt_while_devices_work_ends_with_its_code() -> None:
+    steps = ["--steps", "100000", "--blocks", "1", "--width", "64", "--length", "8"]
+    demo = subprocess.Popen(
+        [sys.executable, "-P", "-m", "jaxzero", "demo", *steps],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert demo.stdout is not None
+    try:
+        started_training = any("sharded    1/" in line for line in demo.stdout)
+        assert started_training
+        demo.send_signal(signal.SIGINT)
+        after, _ = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+    assert demo.returncode == 130, after
+    assert after.endswith("\nstopped\n") and "Traceback" not in after
+
+
+PLAN = ("plan", "--model", "gpt2")
+
+
+def started(
+    stdout: int | IO[bytes], *arguments: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a command whose output goes somewhere; returns what it said otherwise."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "jaxzero", "plan", "--model", "gpt2"],
+        [sys.executable, "-P", "-m", "jaxzero", *arguments],
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -95,20 +121,29 @@ def started(stdout: int | IO[bytes]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_output_that_nobody_reads_ends_it_quietly() -> None:
+COMMAND_LINES = pytest.mark.parametrize(
+    "arguments",
+    [PLAN, (*PLAN, "--json"), ("plan", "--help"), ("--help",)],
+    ids=" ".join,
+)
+
+
+@COMMAND_LINES
+def test_output_that_nobody_reads_ends_it_quietly(arguments: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = started(writer)
+        done = started(writer, *arguments)
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_one_line() -> None:
+@COMMAND_LINES
+def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
-        done = started(full)
+        done = started(full, *arguments)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert os.strerror(errno.ENOSPC) in done.stderr
