@@ -39,8 +39,8 @@ examples:
   python -m jaxzero bench --help
       the options, examples and exit codes of one command
 
-exit codes: 0 done; 1 a command found something wrong; 2 wrong arguments;
-130 stopped by Ctrl-C; 141 nobody reads the output any more
+exit codes: 0 done; 1 something is wrong, or no output can be written; 2 wrong arguments,
+or a part that is needed is missing; 130 stopped by Ctrl-C; 141 nobody reads the output
 """
 
 
@@ -67,9 +67,10 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    if name in NEED_NATIVE_MODULE and not importlib.util.find_spec("jaxzero._cpu"):
+    is_help = not {"-h", "--help"}.isdisjoint(rest)
+    if name in NEED_NATIVE_MODULE and not is_help and not _has_native_module():
         print(NO_NATIVE_MODULE, file=sys.stderr)
-        return 1
+        return 2
     command = importlib.import_module(f"jaxzero._cli.{name}")
     exit_code: int = command.main(rest)
     return exit_code
@@ -107,6 +108,10 @@ def run(arguments: Sequence[str]) -> int:
 def _drop_output() -> None:
     """Sends what is still to be written nowhere, or Python would fail at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _has_native_module() -> bool:
+    return importlib.util.find_spec("jaxzero._cpu") is not None
 
 
 def _help() -> str:

@@ -49,8 +49,8 @@ examples:
   srun {PROG}
       the same on a cluster
 
-exit codes: 0 done; 1 jaxzero returned wrong numbers; 2 wrong arguments, or the tree
-does not fit into memory
+exit codes: 0 done; 1 jaxzero returned wrong numbers; 2 wrong arguments, the tree does
+not fit into memory, or a native module is missing
 """
 
 

@@ -36,7 +36,8 @@ examples:
   python -m jaxzero demo --devices 4 --steps 20 --json | tail -n 1
       a summary for scripts
 
-exit codes: 0 done; 1 the check failed or the loss is not finite; 2 wrong arguments
+exit codes: 0 done; 1 the check failed or the loss is not finite; 2 wrong arguments,
+or a package or the native module is missing
 """
 
 

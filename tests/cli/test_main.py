@@ -159,6 +159,10 @@ def test_a_source_folder_that_is_not_built_is_one_line(
         "find_spec",
         lambda name, *rest: None if name == "jaxzero._cpu" else find(name, *rest),
     )
-    assert main([command]) == 1
+    assert main([command]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "pip install -e ." in error
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert "missing" in capsys.readouterr().out.partition("exit codes: ")[2]
