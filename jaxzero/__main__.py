@@ -39,7 +39,7 @@ examples:
   python -m jaxzero bench --help
       the options, examples and exit codes of one command
 
-exit codes: 0 done; 1 something is wrong, or no output can be written; 2 wrong arguments,
+exit codes: 0 done; 1 something is wrong or output cannot be written; 2 wrong arguments,
 or a part that is needed is missing; 130 stopped by Ctrl-C; 141 nobody reads the output
 """
 
