@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxzero import MemoryEstimate, Plan, Policy, estimate_memory, make_plan
-from jaxzero._cli.arguments import Parser, whole_number
+from jaxzero._cli.arguments import Parser, UsageError, whole_number
 from jaxzero._cli.models import LAYERS, MODELS, Params, num_elements
 
 DTYPES = ("float32", "bfloat16", "float16")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MAX_BUCKET_BYTES = 1 << 40
+MAX_BUCKETS = 100_000
+"""More of them take longer than seconds."""
 
 DESCRIPTION = """\
 Shows how gradients of a known model travel, and what a ZeRO-3 training step with an
@@ -41,8 +44,13 @@ exit codes: 0 done; 2 wrong arguments
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     params = MODELS[options.model]()
+    try:
+        _check_buckets(options, params)
+    except UsageError as error:
+        parser.error(str(error))
     devices = options.devices * options.replicas
     policy = Policy(
         compute_dtype=options.compute_dtype,
@@ -111,7 +119,7 @@ def _parser() -> Parser:
         policy.add_argument(name, choices=DTYPES, help=f"dtype {meaning}{default}")
     policy.add_argument(
         "--min-shard-numel",
-        type=whole_number(0),
+        type=whole_number(0, 10**12),
         default=0,
         metavar="N",
         help="leaves with fewer elements stay whole on every device (default 0)",
@@ -130,13 +138,13 @@ def byte_count(text: str) -> int:
     """Reads a size such as 64M, in bytes; K, M and G are powers of 1024.
 
     Raises:
-        argparse.ArgumentTypeError: for anything else, and for 0.
+        argparse.ArgumentTypeError: for anything else, 0, and more than 1024G.
     """
     match = re.fullmatch(r"([0-9]+)([KMG]?)", text)
     count = int(match[1]) * UNITS[match[2]] if match else 0
-    if count < 1:
+    if not 1 <= count <= MAX_BUCKET_BYTES:
         raise argparse.ArgumentTypeError(
-            f"expected a size of at least 1 byte, such as 64M, not {text!r}"
+            f"expected a size from 1 byte to 1024G, such as 64M, not {text!r}"
         )
     return count
 
@@ -151,6 +159,27 @@ def _add_count(
         metavar="N",
         help=f"{text} (default {default})",
     )
+
+
+def _check_buckets(options: argparse.Namespace, params: Params) -> None:
+    """Refuses buckets so small that planning them takes minutes.
+
+    Raises:
+        UsageError: if a plan may have more than `MAX_BUCKETS`.
+    """
+    if options.bucket_bytes is None:
+        return
+    # All layers have the same plan, which is made once.
+    planned = params | {"blocks": params["blocks"][: 1 if options.layers else None]}
+    dtype = jnp.dtype(options.comm_dtype or options.compute_dtype or "float32")
+    most_bytes = num_elements(planned) * dtype.itemsize
+    if most_bytes > MAX_BUCKETS * options.bucket_bytes:
+        least_kib = -(-most_bytes // (MAX_BUCKETS * UNITS["K"]))
+        raise UsageError(
+            f"--bucket-bytes {options.bucket_bytes} may cut {options.model} into"
+            f" {-(-most_bytes // options.bucket_bytes):,} buckets; use at least"
+            f" {least_kib}K"
+        )
 
 
 def _grads(params: Any, policy: Policy) -> Any:

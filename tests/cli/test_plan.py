@@ -85,6 +85,23 @@ def test_the_largest_model_takes_seconds(
     assert found["memory"]["sharded"]["params"] == 4 * 70_553_706_496 // 64
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ["--devices", "1000000", "--no-layers"],
+        ["--devices", "1000000", "--replicas", "1000000", "--accumulate", "1000000"],
+        ["--bucket-bytes", "3M", "--no-layers"],
+    ],
+    ids=" ".join,
+)
+def test_the_largest_numbers_take_seconds(
+    capsys: pytest.CaptureFixture[str], limits: list[str]
+) -> None:
+    start = time.process_time()
+    summary(capsys, "--model", "llama-70b", *limits)
+    assert time.process_time() - start < 20
+
+
 def test_no_device_is_touched() -> None:
     program = (
         "import jax\n"
@@ -115,7 +132,15 @@ def test_no_device_is_touched() -> None:
         (["--model", "gpt2", "--replicas", "x"], ["--replicas", "'x'"]),
         (["--model", "gpt2", "--comm-dtype", "int8"], ["int8", "bfloat16"]),
         (["--model", "gpt2", "--bucket-bytes", "64X"], ["'64X'", "such as 64M"]),
-        (["--model", "gpt2", "--bucket-bytes", "0"], ["'0'", "at least 1 byte"]),
+        (["--model", "gpt2", "--bucket-bytes", "0"], ["'0'", "from 1 byte"]),
+        (["--model", "gpt2", "--bucket-bytes", "1025G"], ["'1025G'", "to 1024G"]),
+        (["--model", "gpt2", "--bucket-bytes", "1"], ["buckets; use at least 2K"]),
+        (
+            ["--model", "gpt2", "--bucket-bytes", "4K", "--no-layers"],
+            ["--bucket-bytes 4096", "121,524 buckets; use at least 5K"],
+        ),
+        (["--model", "gpt2", "--devices", "1000001"], ["--devices", "to 1000000"]),
+        (["--model", "gpt2", "--min-shard-numel", "9" * 20], ["to 1000000000000"]),
     ],
     ids=" ".join,
 )
