@@ -143,6 +143,7 @@ def test_tree_that_does_not_fit_is_refused_before_it_is_made(
         (["--tree", "tiny", "--devices", "0"], ["'0'", "from 1 to 1024"]),
         (["--tree", "tiny", "--devices", "9"], ["--devices 9", "fresh process"]),
         (["--repeats", "none"], ["'none'", "from 1 to"]),
+        (["--repeats", "10001"], ["'10001'", "from 1 to 10000"]),
         (["--wire", "int8"], ["'int8'", "bfloat16"]),
         (["--reduction", "fast"], ["'fast'", "native"]),
     ],

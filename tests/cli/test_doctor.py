@@ -89,6 +89,26 @@ def test_wrong_argument_is_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_time_limit_is_at_most_a_day(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(["--timeout", "86401"])
+    assert stopped.value.code == 2
+    assert "from 1 to 86400, not '86401'" in capsys.readouterr().err
+
+
+def test_variables_are_shown_before_devices_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang() -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(doctor_machine, "find_machine", hang)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    with pytest.raises(TimeoutError):
+        doctor.main([])
+    assert "\nNCCL_DEBUG: WARN\n" in capsys.readouterr().out
+
+
 def test_reports_a_platform_that_does_not_start() -> None:
     done = run_doctor("--json", JAX_PLATFORMS="no_such_platform")
     assert done.returncode == 1
