@@ -103,6 +103,18 @@ def test_import_works_before_and_after_the_backend_starts(order):
     assert run(program, XLA_FLAGS=flags) == "2 data"
 
 
+def test_source_folder_that_was_never_installed_can_be_imported():
+    program = (
+        "from importlib import metadata\n"
+        "def version(name):\n"
+        "    raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = version\n"
+        "import jaxzero\n"
+        "print(jaxzero.__version__)"
+    )
+    assert run(program) == "0+unknown"
+
+
 def test_import_takes_under_300_ms_on_top_of_jax():
     """Usually a third of it. Best of three, as the machine may be busy."""
     program = (
