@@ -17,6 +17,8 @@ h200.skip_unless_compiler()
 
 RANKS = 8
 BFLOAT16 = Policy(compute_dtype="bfloat16")
+# `gathered` has no other layer beside it.
+ALONE = Policy(compute_dtype="bfloat16", overlap=False)
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +34,33 @@ def promotion() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "options"),
+    ("loss", "policy", "options"),
     [
-        (Policy(bucket_bytes=1 << 20), {}),
-        (BFLOAT16, {"accumulate": 2}),
-        (Policy(), {"accumulate": 2, "sync": "last"}),
-        (BFLOAT16, {"layers": "blocks/*"}),
-        (BFLOAT16, {"stacked": "blocks"}),
+        (transformer.loss, Policy(bucket_bytes=1 << 20), {}),
+        (transformer.loss, BFLOAT16, {"accumulate": 2}),
+        (transformer.loss, Policy(), {"accumulate": 2, "sync": "last"}),
+        (transformer.loss, ALONE, {"layers": "blocks/*"}),
+        (transformer.loss_stacked, ALONE, {"stacked": "blocks"}),
+        (transformer.loss_in_turns, BFLOAT16, {"layers": "blocks/*"}),
+        (transformer.loss_in_turns, BFLOAT16, {"stacked": "blocks"}),
+        (transformer.loss_in_turns, Policy(), {"stacked": "blocks", "accumulate": 2}),
     ],
-    ids=["plain", "accumulate", "kept-full", "layers", "stacked"],
+    ids=[
+        "plain",
+        "accumulate",
+        "kept-full",
+        "layers",
+        "stacked",
+        "layers-in-turns",
+        "stacked-in-turns",
+        "stacked-in-turns-accumulate",
+    ],
 )
 def test_within_a_tenth_of_what_xla_allocates(
-    mesh: Mesh, policy: Policy, options: Any
+    mesh: Mesh, loss: Any, policy: Policy, options: Any
 ) -> None:
     stacked = "stacked" in options
     params = transformer.stacked_shapes() if stacked else transformer.shapes()
-    loss = transformer.loss_stacked if stacked else transformer.loss
     optimizer = optax.adamw(1e-3)
     zero = zero3(loss, optimizer, mesh, policy=policy, clip_norm=1.0, **options)
     state = zero.abstract_state(params)
