@@ -1,5 +1,6 @@
 """estimate_memory against XLA's own account of compiled steps, and by hand."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -36,6 +37,11 @@ MODELS: dict[str, Any] = {
         transformer.loss_in_turns,
         {"stacked": "blocks"},
     ),
+    "many stacked": (
+        functools.partial(transformer.stacked_shapes, 12),
+        transformer.loss_in_turns,
+        {"stacked": "blocks"},
+    ),
 }
 
 
@@ -64,6 +70,9 @@ def promotion() -> Iterator[None]:
         ("stacked in turns", {}, {}),
         ("stacked in turns", PACKED, {"accumulate": 2}),
         ("stacked in turns", ALONE | PACKED, {"accumulate": 2}),
+        ("many stacked", {}, {}),
+        # Quotients of all gradients need more than a layer.
+        ("many stacked", ALONE, {}),
     ],
     ids=str,
 )
@@ -121,6 +130,36 @@ def test_layers_gather_one_at_a_time() -> None:
     sharded = estimate.sharded
     assert sharded.gathered == sharded.full_grads == sharded.buckets == 4 * MIB
     assert sharded.total == 4 * (16 * 4 * MIB // 8) + 2 * 4 * MIB
+
+
+def test_overlap_costs_one_more_layer_in_a_list_and_two_in_a_scan() -> None:
+    stack = {"blocks": {"w": jax.ShapeDtypeStruct((16, 1024, 1024), "float32")}}
+    for params, named, more in (
+        (matrices(16), {"layers": "blocks/*"}, 1),
+        (stack, {"stacked": "blocks"}, 2),
+    ):
+        options: Any = named
+        alone = estimate_memory(params, 8, Policy(overlap=False), **options)
+        beside = estimate_memory(params, 8, **options)
+        assert beside.total - alone.total == more * 4 * MIB
+        assert beside.fullest != alone.fullest
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "options"),
+    [(1, 8, {}), (16, 1, {}), (16, 1, {"replicas": 2, "sync": "replicas_last"})],
+    ids=str,
+)
+def test_what_has_nothing_beside_it_costs_no_more(
+    count: int, ranks: int, options: Any
+) -> None:
+    with_overlap, without = (
+        estimate_memory(
+            matrices(count), ranks, Policy(overlap=on), layers="blocks/*", **options
+        )
+        for on in (True, False)
+    )
+    assert with_overlap == without
 
 
 def test_a_loop_over_microbatches_keeps_parameters_for_the_next() -> None:

@@ -79,6 +79,19 @@ def _once(step: Step, full: int) -> Iterator[Moment]:
     yield from _layers(step, after)
     own = shard_bytes(step.resident)
     layers = shard_bytes(step.layout.leaves) - own
+    scanned = sum(
+        shard_bytes(step.members(group))
+        for group in step.layout.groups
+        if group.stacked
+    )
+    if scanned and not step.fused:
+        # XLA:CPU writes the quotients of all layers down for the norm, and divides
+        # anew for the update.
+        yield Moment(
+            name="division of gradients",
+            grads=layers + scanned,
+            full_grads=after.full_grads,
+        )
     # Shards of several dtypes get theirs from accumulators.
     mixed = len({leaf.stored for leaf in step.layout.leaves}) > 1
     for alive in step.reducing(step.resident, accumulates=mixed):
