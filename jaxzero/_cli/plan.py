@@ -24,7 +24,8 @@ DESCRIPTION = """\
 Shows how gradients of a known model travel, and what a ZeRO-3 training step with an
 optimizer like Adam needs on each GPU: parameters, gradients, optimizer state, what is
 gathered, and temporary buckets. Activations come on top. No device is touched. Layers
-are gathered one at a time; the plan is then that of one layer, else of all gradients.
+are those of apply_layers, each gathered while the one beside it computes; the plan is
+then that of one layer, else of all gradients.
 """
 
 EPILOG = """\
