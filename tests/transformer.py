@@ -15,7 +15,7 @@ LENGTH = 8
 Tree = Any
 
 
-def shapes(layers: int = LAYERS) -> Tree:
+def shapes() -> Tree:
     """Returns the parameters' shapes, layers in a list."""
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -34,7 +34,7 @@ def shapes(layers: int = LAYERS) -> Tree:
     return {
         "wte": array(VOCABULARY, WIDTH),
         "wpe": array(64, WIDTH),
-        "blocks": [block] * layers,
+        "blocks": [block] * LAYERS,
         "ln_f": array(WIDTH),
     }
 

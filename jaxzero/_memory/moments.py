@@ -79,17 +79,12 @@ def _once(step: Step, full: int) -> Iterator[Moment]:
     yield from _layers(step, after)
     own = shard_bytes(step.resident)
     layers = shard_bytes(step.layout.leaves) - own
-    scanned = sum(
-        shard_bytes(step.members(group))
-        for group in step.layout.groups
-        if group.stacked
-    )
-    if scanned and not step.fused:
+    if step.stacked_bytes and not step.fused:
         # XLA:CPU writes the quotients of all layers down for the norm, and divides
         # anew for the update.
         yield Moment(
             name="division of gradients",
-            grads=layers + scanned,
+            grads=layers + step.stacked_bytes,
             full_grads=after.full_grads,
         )
     # Shards of several dtypes get theirs from accumulators.
@@ -150,14 +145,13 @@ def _layers(step: Step, beside: Moment) -> Iterator[Moment]:
       beside: what is alive beside it.
     """
     of_group = {group: shard_bytes(step.members(group)) for group in step.layout.groups}
-    # A scan has room for the shards of all its layers, whichever is at work.
-    scanned = sum(of_group[group] for group in of_group if group.stacked)
     for group, count in _distinct(step):
+        # A scan has room for the shards of all its layers, whichever is at work.
         others = sum(of_group.values()) - (not group.stacked) * of_group[group]
         if step.loops and not step.fused:
             # XLA:CPU adds those of single layers to accumulators at once; XLA:GPU
             # may wait, to add several in one kernel.
-            others = scanned
+            others = step.stacked_bytes
         around = _plus(beside, name=beside.name, grads=others)
         if step.overlaps and count > 1:
             yield from _beside_another(step, group, count, around)

@@ -50,8 +50,12 @@ class Step:
     @property
     def overlaps(self) -> bool:
         """Whether collectives of a layer run beside the layer before or after it."""
-        replicas = 1 if self.sync == "replicas_last" else self.replicas
-        return self.policy.overlap and self.layout.group_size * replicas > 1
+        return self.policy.overlap and self.layout.group_size * self.summed_at_once > 1
+
+    @property
+    def summed_at_once(self) -> int:
+        """Replicas over which a reduction in the backward pass sums."""
+        return 1 if self.sync == "replicas_last" else self.replicas
 
     @property
     def resident(self) -> Leaves:
@@ -62,6 +66,12 @@ class Step:
     def members(self, group: Group) -> Leaves:
         """Leaves of a group."""
         return self.layout.leaves[group.begin : group.end]
+
+    @property
+    def stacked_bytes(self) -> int:
+        """Bytes of one rank's shards of stacked layers."""
+        stacked = [group for group in self.layout.groups if group.stacked]
+        return sum(shard_bytes(self.members(group)) for group in stacked)
 
     def compute_dtype(self, leaf: LeafLayout) -> str:
         """Dtype of a gathered parameter, and of its gradient."""
@@ -112,7 +122,7 @@ class Step:
             self.layout.group_size,
             self.policy,
             limits=LIMITS[self.policy.transport],
-            replicas=1 if self.sync == "replicas_last" else self.replicas,
+            replicas=self.summed_at_once,
             accumulates=accumulates,
         )
         return list(
