@@ -40,6 +40,11 @@ TINY: dict[str, Tree] = {
 """For CPU devices: to see that all of it runs."""
 
 
+def tree_of(name: str, *, tiny: bool) -> Tree:
+    """Returns a tree by its name."""
+    return TINY[name] if tiny else TREES[name]()
+
+
 def ways() -> dict[str, Way]:
     """Returns what is compared; all in the gradients' own dtype."""
     return {
@@ -102,7 +107,7 @@ def main() -> None:
         initialize()
     found: list[bus.Row] = []
     for name in options.trees:
-        tree = TINY[name] if options.tiny else TREES[name]()
+        tree = tree_of(name, tiny=options.tiny)
         for wire in options.wires:
             new = rows(name, tree, wire, count=options.count, repeats=options.repeats)
             found += new

@@ -188,7 +188,7 @@ def main() -> None:
     found: list[bus.Row] = []
     for name in options.trees:
         for wire in options.wires:
-            tree = bandwidth.TINY[name] if options.tiny else bandwidth.TREES[name]()
+            tree = bandwidth.tree_of(name, tiny=options.tiny)
             new = rows(name, tree, wire, ranks, options.repeats)
             found += new
             if rank == 0:

@@ -46,7 +46,7 @@ def rows(
     name: str, options: argparse.Namespace, values: dict[str, list[int]]
 ) -> list[bus.Row]:
     """Measures all values with one tree, and the default first."""
-    tree = bandwidth.TINY[name] if options.tiny else bandwidth.TREES[name]()
+    tree = bandwidth.tree_of(name, tiny=options.tiny)
     bench = repeated.Bench(tree, "bfloat16", options.count)
     settings = [(option, value) for option, all_ in values.items() for value in all_]
     ways: dict[tuple[str, int], tuple[str, Way]] = {
