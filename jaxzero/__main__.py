@@ -1,6 +1,5 @@
 """``python -m jaxzero COMMAND``: picks a command and imports only that one."""
 
-import contextlib
 import errno
 import importlib
 import importlib.util
@@ -122,8 +121,5 @@ def _help() -> str:
 
 if __name__ == "__main__":
     exit_code = run(sys.argv[1:])
-    if exit_code:
-        # The usual exit waits for other ranks, and XLA aborts in it if work still runs.
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
-        os._exit(exit_code)
+    # The usual exit waits for other ranks, and XLA aborts in it if work still runs.
+    importlib.import_module("jaxzero.testing").exit_on_failure(exit_code)

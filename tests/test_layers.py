@@ -87,7 +87,7 @@ BENCH = {
 """What measures the library, from the bottom; beside this it uses `jaxzero` only."""
 
 COMMANDS = {
-    "bench": {"_bench.comparison", "_bench.environment", "_bench.memory", "testing"},
+    "bench": {"_bench.comparison", "_bench.environment", "_bench.memory"},
     "bench_devices": {"testing"},
     "bench_options": {"_bench.comparison", "_bench.trees"},
     "bench_report": {"_bench.comparison", "_bench.environment", "_bench.table"},

@@ -29,6 +29,19 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)
 
 
+def add_count(
+    group: argparse._ArgumentGroup, name: str, default: int, most: int, text: str
+) -> None:
+    """Adds an option for a whole number from 1 to `most`."""
+    group.add_argument(
+        name,
+        type=whole_number(1, most),
+        default=default,
+        metavar="N",
+        help=f"{text} (default {default})",
+    )
+
+
 def whole_number(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     """Returns an argparse type for whole numbers inside a range."""
     wanted = f"a whole number of at least {minimum}"

@@ -13,20 +13,11 @@ from jaxzero._cli.arguments import UsageError
 from jaxzero._cli.bench_devices import devices_here, find_devices
 from jaxzero._cli.bench_options import PROG, BenchOptions, parse_options, requests
 from jaxzero._cli.bench_report import machine, reading, rows, table, title
-from jaxzero.testing import exit_on_failure, started_by
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
     options = parse_options(arguments)
-    exit_code = _run(options)
-    if started_by():
-        # The usual exit waits for the other ranks, which may wait for this one.
-        exit_on_failure(exit_code)
-    return exit_code
-
-
-def _run(options: BenchOptions) -> int:
     try:
         devices = find_devices(options.devices)
         wanted = requests(options, devices)

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxzero._cli.arguments import Parser, UsageError, whole_number
+from jaxzero._cli.arguments import Parser, UsageError, add_count, whole_number
 from jaxzero._cli.check import CHECKED_STEPS, COMPUTE_TOLERANCES, TOLERANCES
 from jaxzero._cli.model import HEAD_WIDTH
 
@@ -76,11 +76,11 @@ def demo_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run = parser.add_argument_group("the run")
-    _add_count(run, "--devices", 8, 1024, "CPU devices")
-    _add_count(run, "--replicas", 1, 1024, "copies of the state, each over devices / N")
-    _add_count(run, "--steps", 100, 10**6, "optimizer steps")
-    _add_count(run, "--batch", 64, 2**16, "sequences per step, over all of its parts")
-    _add_count(run, "--microbatches", 4, 1024, "parts of a step that are accumulated")
+    add_count(run, "--devices", 8, 1024, "CPU devices")
+    add_count(run, "--replicas", 1, 1024, "copies of the state, each over devices / N")
+    add_count(run, "--steps", 100, 10**6, "optimizer steps")
+    add_count(run, "--batch", 64, 2**16, "sequences per step, over all of its parts")
+    add_count(run, "--microbatches", 4, 1024, "parts of a step that are accumulated")
     run.add_argument(
         "--layers",
         action="store_true",
@@ -107,9 +107,9 @@ def demo_parser() -> Parser:
         help="of parameters and data (default 0)",
     )
     model = parser.add_argument_group("the model")
-    _add_count(model, "--blocks", 3, 128, "transformer blocks")
-    _add_count(model, "--width", 256, 4096, f"channels, a multiple of {HEAD_WIDTH}")
-    _add_count(model, "--length", 64, 2048, "bytes that each sequence predicts")
+    add_count(model, "--blocks", 3, 128, "transformer blocks")
+    add_count(model, "--width", 256, 4096, f"channels, a multiple of {HEAD_WIDTH}")
+    add_count(model, "--length", 64, 2048, "bytes that each sequence predicts")
     output = parser.add_argument_group("output")
     tolerances, computed = (
         ", ".join(f"{value:g} for {dtype}" for dtype, value in table.items() if value)
@@ -164,18 +164,6 @@ def parse_options(parser: Parser, arguments: Sequence[str]) -> DemoOptions:
         _check_installed("matplotlib")
         _check_writable(options.plot)
     return options
-
-
-def _add_count(
-    group: argparse._ArgumentGroup, name: str, default: int, most: int, text: str
-) -> None:
-    group.add_argument(
-        name,
-        type=whole_number(1, most),
-        default=default,
-        metavar="N",
-        help=f"{text} (default {default})",
-    )
 
 
 def _nearest(number: int, factor: int) -> int:

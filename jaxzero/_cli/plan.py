@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxzero import MemoryEstimate, Plan, Policy, estimate_memory, make_plan
-from jaxzero._cli.arguments import Parser, UsageError, whole_number
+from jaxzero._cli.arguments import Parser, UsageError, add_count, whole_number
 from jaxzero._cli.models import LAYERS, MODELS, Params, num_elements
 
 DTYPES = ("float32", "bfloat16", "float16")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MAX_COUNT = 10**6
 MAX_BUCKET_BYTES = 1 << 40
 MAX_BUCKETS = 100_000
 """More of them take longer than seconds."""
@@ -101,9 +102,17 @@ def _parser() -> Parser:
         help=f"one of {', '.join(MODELS)}",
     )
     devices = parser.add_argument_group("the run")
-    _add_count(devices, "--devices", 8, "devices that the state is sharded over")
-    _add_count(devices, "--replicas", 1, "copies of that group, as hybrid sharding has")
-    _add_count(devices, "--accumulate", 1, "microbatches of a step")
+    add_count(
+        devices, "--devices", 8, MAX_COUNT, "devices that the state is sharded over"
+    )
+    add_count(
+        devices,
+        "--replicas",
+        1,
+        MAX_COUNT,
+        "copies of that group, as hybrid sharding has",
+    )
+    add_count(devices, "--accumulate", 1, MAX_COUNT, "microbatches of a step")
     devices.add_argument(
         "--no-layers",
         dest="layers",
@@ -148,18 +157,6 @@ def byte_count(text: str) -> int:
             f"expected a size from 1 byte to 1024G, such as 64M, not {text!r}"
         )
     return count
-
-
-def _add_count(
-    group: argparse._ArgumentGroup, name: str, default: int, text: str
-) -> None:
-    group.add_argument(
-        name,
-        type=whole_number(1, 10**6),
-        default=default,
-        metavar="N",
-        help=f"{text} (default {default})",
-    )
 
 
 def _check_buckets(options: argparse.Namespace, params: Params) -> None:

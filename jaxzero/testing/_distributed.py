@@ -67,9 +67,11 @@ def exit_on_failure(status: int) -> None:
       status: the exit code that the program wants.
     """
     if status:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also where nobody reads them any more
+            os._exit(status)
 
 
 def _variable(name: str) -> str:
