@@ -88,8 +88,9 @@ def run(arguments: Sequence[str]) -> int:
         try:
             return main(arguments)
         finally:
-            # Here, where a failure can still be told, and not as Python exits.
-            sys.stdout.flush()
+            # Here, where a failure can still be told, and not as Python exits. By
+            # print, because a program that was started without output has no stdout.
+            print(end="", flush=True)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130

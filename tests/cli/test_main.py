@@ -139,6 +139,19 @@ def test_output_that_nobody_reads_ends_it_quietly(arguments: tuple[str, ...]) ->
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@COMMAND_LINES
+def test_no_output_at_all_is_no_error(arguments: tuple[str, ...]) -> None:
+    without_output = ["sh", "-c", 'exec "$@" >&-', "sh"]
+    done = subprocess.run(
+        [*without_output, sys.executable, "-P", "-m", "jaxzero", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @COMMAND_LINES
 def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
