@@ -47,6 +47,13 @@ def joined() -> None:
     initialize()
 
 
+@pytest.fixture
+def several(joined: None) -> None:
+    """Skips what needs processes that differ."""
+    if jax.process_count() == 1:
+        pytest.skip("needs several processes")
+
+
 @pytest.fixture(scope="session")
 def spmd(joined: None) -> Spmd:
     """All devices along the axis "data"."""

@@ -121,6 +121,7 @@ def test_batches_of_what_each_process_has_read(spmd: Spmd, expected: Any) -> Non
     np.testing.assert_allclose(curve, expected[0][:3], rtol=1e-4)
 
 
+@pytest.mark.usefixtures("several")
 def test_processes_that_differ_are_told_so(spmd: Spmd) -> None:
     width = 5 + (jax.process_index() == 1)
     zero = jaxzero.zero3(training.loss, optax.sgd(0.1), spmd.mesh)

@@ -89,6 +89,7 @@ def test_batches_are_the_same_however_they_are_built(
     assert_alike(curves)
 
 
+@pytest.mark.usefixtures("several")
 def test_batches_that_differ_between_processes_are_refused(spmd: Spmd) -> None:
     zero = make(spmd)
     state = start(zero)
@@ -144,6 +145,7 @@ DIFFERENCES: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("several")
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_processes_that_differ_are_told_so(spmd: Spmd, what: str) -> None:
     odd = jax.process_index() == jax.process_count() - 1
