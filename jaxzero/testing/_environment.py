@@ -56,7 +56,8 @@ def with_gpu(environment: Mapping[str, str], gpus: int) -> dict[str, str]:
     rank = int(environment[PROCESS_ID])
     result = {
         **environment,
-        "JAX_PLATFORMS": "cuda",
+        # Checks of gradients call Python back from a CPU device.
+        "JAX_PLATFORMS": "cuda,cpu",
         LOCAL_DEVICE_IDS: str(rank % gpus),
     }
     if int(environment[NUM_PROCESSES]) > gpus:
