@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds with CUDA, then tests and measures on the GPUs that are here:
 #
-#   benchmarks/gpu.sh OUT STEP...    steps: build test ranks train kill sanitize
-#                                    bench
+#   benchmarks/gpu.sh OUT STEP...    steps: build test ranks train soak kill
+#                                    sanitize bench
 #
 # Several ranks share a GPU where there are fewer GPUs than ranks. Every step has a
 # hard time limit, because a rank that dies leaves the others waiting, and writes
@@ -61,11 +61,18 @@ step_train() {
   # collective waits for the turns of all its ranks.
   local ranks
   for ranks in ${TRAIN_RANKS:-1 2 4}; do
-    limited "train_$ranks" 200 bash -c \
-      "launch $ranks pytest tests/multihost/test_training.py -v"
+    limited "train_$ranks" 250 bash -c \
+      "launch $ranks pytest tests/multihost/test_training.py \
+        tests/multihost/test_zero3.py -v"
   done
-  JAXZERO_DEBUG=1 limited soak_2 200 bash -c \
+}
+
+# With checks of gradients and poisoned temp memory, then at full speed.
+step_soak() {
+  JAXZERO_DEBUG=1 limited soak_2 250 bash -c \
     "launch 2 pytest tests/multihost/test_overlap.py -v"
+  limited soak_4 200 bash -c \
+    "launch 4 pytest tests/multihost/test_overlap.py -v -k hybrid"
 }
 
 step_kill() {
