@@ -13,13 +13,14 @@ import jax
 def environment() -> dict[str, Any]:
     """Returns versions and hardware."""
     devices = jax.devices()
-    shared = ", shared by several ranks" if gpus_are_shared() else ""
+    # JAX counts a shared GPU once for each rank.
+    of = "ranks on shared" if gpus_are_shared() else "x"
     return {
         "jaxzero": version("jaxzero"),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "numpy": version("numpy"),
-        "device": f"{len(devices)} x {devices[0].device_kind}{shared}",
+        "device": f"{len(devices)} {of} {devices[0].device_kind}",
         "processor": _processor(),
         **(gpu_software() if devices[0].platform == "gpu" else {}),
     }
