@@ -19,9 +19,14 @@ if not MULTI_PROCESS:
         os.environ["XLA_FLAGS"] = (
             os.environ.get("XLA_FLAGS", "")
             + " --xla_force_host_platform_device_count=8"
+            # A third of all time goes into optimizing programs that run once.
+            + " --xla_backend_optimization_level=0"
+            + " --xla_llvm_disable_expensive_passes=true"
         ).strip()
 
+import collections  # noqa: E402
 import math  # noqa: E402
+import zlib  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 
 import jax  # noqa: E402
@@ -32,6 +37,25 @@ from jax.sharding import AxisType, Mesh  # noqa: E402
 MakeMesh = Callable[..., Mesh]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks all but some rows of a test with the mark `sampled` as slow.
+
+    Which rows are left is arbitrary, so that they do not follow the order of the
+    parameters, but always the same.
+    """
+    rows: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            rows[item.nodeid.split("[")[0]].append(item)
+    for same in rows.values():
+        mark = same[0].get_closest_marker("sampled")
+        assert mark is not None
+        same.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in same[mark.args[0] :]:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

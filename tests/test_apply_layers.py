@@ -49,6 +49,7 @@ def expected() -> Any:
     return training.unsharded(loss, optax.adam(1e-2), init, training.batches(10))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_overlap_changes_no_bit(make_mesh: MakeMesh, layout: str, count: int) ->
         np.testing.assert_array_equal(one, right)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reduction", ["native", "float32"])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -53,6 +53,7 @@ def gather(mesh: Any, tree: Any, dtype: str, check_vma: bool, policy: Policy) ->
     )
 
 
+@pytest.mark.sampled(48)
 @TYPED
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8], ids=lambda n: f"n{n}")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int32"])

@@ -51,6 +51,7 @@ def norm_of(mesh: Any, full: Any, cuts: Any = None, **options: Any) -> Any:
     return outside(function, mesh, full, cuts, check_vma=check_vma, names=names)
 
 
+@pytest.mark.sampled(6)
 @RANKS
 @TYPED
 @pytest.mark.parametrize("with_like", [True, False], ids=["like", "shards"])
@@ -119,6 +120,7 @@ def test_norm_of_many_elements_is_not_lost_to_rounding(make_mesh):
     assert float(norm) == pytest.approx(oracle.global_norm(full), rel=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cut", [None, "flat", 0, 1, -1])
 @TYPED
 def test_padding_is_left_out_whatever_it_holds(make_mesh, cut, check_vma):
@@ -318,6 +320,7 @@ def tree_gradient(full: Any) -> Any:
     return jax.tree.map(lambda x: oracle.wide(x) / (norm or 1.0), full)
 
 
+@pytest.mark.sampled(6)
 @RANKS
 @TYPED
 @pytest.mark.parametrize("with_like", [True, False], ids=["like", "shards"])

@@ -51,6 +51,7 @@ def expected(full: Any, max_norm: float) -> Any:
     return jax.tree.map(lambda x: oracle.wide(x) * factor, full)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8], ids=lambda n: f"n{n}")
 @TYPED
 @pytest.mark.parametrize("max_norm", [0.5, 1e6], ids=["clips", "fits"])

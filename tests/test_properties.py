@@ -256,6 +256,7 @@ def test_real_numbers_are_reduced_to_rounding(
     check_reduction(mesh, mesh.make(make_mesh), tree, policy, accumulate, real=True)
 
 
+@pytest.mark.slow
 @examples
 @given(
     mesh=meshes(),

@@ -51,6 +51,7 @@ def weigh(shards: Any, rank: jax.Array) -> jax.Array:
     return total
 
 
+@pytest.mark.sampled(14)
 @TYPED
 @pytest.mark.parametrize("replicas", [1, 2], ids=lambda n: f"r{n}")
 @pytest.mark.parametrize("ranks", [1, 2, 3], ids=lambda n: f"n{n}")
@@ -89,6 +90,7 @@ def test_vjp_equals_that_of_plain_lax(make_mesh, ranks, replicas, policy, check_
         oracle.assert_close(found, expected, size, "float32", scale=100.0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("equal", ["both", "data", "replica"])
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (1, 2), (2, 1)], ids=str)
 def test_leaves_that_are_equal_along_axes_are_summed_over_the_others(

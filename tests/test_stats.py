@@ -27,6 +27,7 @@ def measure(mesh: Any, grads: Any, check_vma: bool = True, **options: Any) -> An
     return PerRank(mesh, check_vma=check_vma).run(step, grads)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8], ids=lambda n: f"n{n}")
 @pytest.mark.parametrize("bucket_bytes", [16, 100, None])
 @pytest.mark.parametrize("direct_bytes", [0, None], ids=["direct", "packed"])

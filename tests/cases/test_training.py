@@ -98,6 +98,7 @@ def test_microbatches_are_added_in_the_dtype_of_the_shards(make_mesh, sync, laye
     assert params["w"].dtype == np.float32
 
 
+@pytest.mark.sampled(6)
 @LAYERING
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("cut", [None, "whole"])
@@ -146,6 +147,7 @@ def exact():
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -171,6 +173,7 @@ def test_all_reduce_and_reduce_scatter_agree(make_mesh, exact, cut):
     oracle.assert_same(whole_steps(make_mesh, (1, 4), cuts=cut), exact)
 
 
+@pytest.mark.sampled(8)
 @SYNC
 @pytest.mark.parametrize("shape", [(2, 2), (4, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("layers", [(), "w"], ids=["whole", "layer"])

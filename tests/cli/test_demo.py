@@ -49,6 +49,7 @@ def test_float32_losses_fall_and_equal_those_of_an_unsharded_run() -> None:
     assert bits["end"] < bits["start"] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_computing_in_16_bits_stays_near_an_unsharded_run(dtype: str) -> None:
     summary = demo_json("--steps", "8", "--compute-dtype", dtype, "--layers", "--check")
@@ -66,11 +67,13 @@ def assert_within(check: dict[str, Any], steps: int, tolerance: float) -> None:
     assert check["first_grad_norm_relative_difference"] <= tolerance
 
 
+@pytest.mark.slow
 def test_seed_decides_the_losses(eight_devices: dict[str, Any]) -> None:
     other = demo_json("--steps", "2", "--seed", "7")
     assert other["losses"] != eight_devices["losses"]
 
 
+@pytest.mark.slow
 def test_environment_changes_nothing(eight_devices: dict[str, Any]) -> None:
     again = demo_json(
         "--steps",
@@ -109,6 +112,7 @@ def test_layers_take_turns_and_need_less_memory(eight_devices: dict[str, Any]) -
     assert saved > BLOCK_NUMEL * FLOAT32_BYTES
 
 
+@pytest.mark.slow
 def test_replicas_hold_padded_shards_of_leaves_that_do_not_divide() -> None:
     summary = demo_json(
         *("--steps", "3", "--devices", "6", "--replicas", "2", "--batch", "24"),
@@ -123,6 +127,7 @@ def test_replicas_hold_padded_shards_of_leaves_that_do_not_divide() -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_device_needs_no_collective() -> None:
     summary = demo_json("--steps", "2", "--devices", "1", "--check")
     assert summary["check"]["largest_relative_difference"] < 1e-6
@@ -130,6 +135,7 @@ def test_one_device_needs_no_collective() -> None:
     assert sizes["sharded"] == sizes["unsharded"]
 
 
+@pytest.mark.slow
 def test_output_is_readable_without_a_terminal(tmp_path: Path) -> None:
     plot = tmp_path / "demo.png"
     done = run_demo(*TINY, "--steps", "25", "--check", "--plot", str(plot))

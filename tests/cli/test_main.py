@@ -84,6 +84,7 @@ def test_errors_of_a_command_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> 
         run(["plan"])
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_devices_work_ends_with_its_code() -> None:
     steps = ["--steps", "100000", "--blocks", "1", "--width", "64", "--length", "8"]
     demo = subprocess.Popen(

@@ -63,6 +63,7 @@ def test_mean_loss_is_the_mean_over_sequences(params: Params) -> None:
     assert float(mean_loss(params, tokens)) == pytest.approx(np.mean(singles), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_every_parameter_has_a_gradient(params: Params) -> None:
     grads = jax.grad(mean_loss)(params, jnp.asarray(random_bytes(2, 4, 33)))
     for path, grad in jax.tree.leaves_with_path(grads):

@@ -90,6 +90,7 @@ MESHES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_continues_on_another_mesh(
     make_mesh: MakeMesh, saved: Any, mesh: str

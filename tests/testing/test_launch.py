@@ -63,6 +63,7 @@ def test_each_rank_knows_its_number_and_how_many_there_are(tmp_path: Path) -> No
         assert f"launch {rank} 2 6" in (tmp_path / f"rank-{rank}.log").read_text()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ending", "code", "sentence"),
     [

@@ -45,7 +45,6 @@ def program(after: str, before: str = "") -> list[str]:
     return ["python", "-c", STEP.format(before=before, after=after)]
 
 
-@pytest.mark.slow
 def test_the_tests_between_processes_pass() -> None:
     """With the fewest ranks that also make a mesh of two axes."""
     done = launch(
@@ -82,7 +81,6 @@ call(29).block_until_ready()
     assert done.seconds < 40
 
 
-@pytest.mark.slow
 def test_a_rank_that_calls_less_often_is_found_by_the_time_limit() -> None:
     calls = (
         "for i in range(5 if jax.process_index() else 6): call(29).block_until_ready()"

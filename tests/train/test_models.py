@@ -162,6 +162,7 @@ def check(zero: Any, loss: Any, params: Tree, batches: list[Any], rtol: float) -
     return state
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "options",
