@@ -84,11 +84,12 @@ def test_errors_of_a_command_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> 
         run(["plan"])
 
 
-@pytest.mark.slow
 def test_an_interrupt_while_devices_work_ends_with_its_code() -> None:
     steps = ["--steps", "100000", "--blocks", "1", "--width", "64", "--length", "8"]
+    # Shells let what they start in the background ignore interrupts, tests included.
+    heeding = ["env", "--default-signal=INT"]
     demo = subprocess.Popen(
-        [sys.executable, "-P", "-m", "jaxzero", "demo", *steps],
+        [*heeding, sys.executable, "-P", "-m", "jaxzero", "demo", *steps],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
