@@ -52,7 +52,7 @@ def promotion() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model", "policy", "options"),
     [

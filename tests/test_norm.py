@@ -177,6 +177,7 @@ def test_whole_leaf_that_is_typed_as_varying_counts_once(
     assert [float(norm) for norm in found] == [5.0] * 4
 
 
+@pytest.mark.sampled(4)
 @TYPED
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

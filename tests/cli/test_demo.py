@@ -101,6 +101,7 @@ def test_state_takes_an_eighth_on_eight_devices(eight_devices: dict[str, Any]) -
     }
 
 
+@pytest.mark.slow
 def test_layers_take_turns_and_need_less_memory(eight_devices: dict[str, Any]) -> None:
     in_turn = demo_json("--steps", "2", "--layers")
     np.testing.assert_allclose(in_turn["losses"], eight_devices["losses"], rtol=1e-4)

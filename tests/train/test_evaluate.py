@@ -14,7 +14,7 @@ import jaxzero
 from jaxzero import Policy, zero3
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", ["plain", "layers", "stacked"])
 @pytest.mark.parametrize(("shape", "replicate"), [((3,), None), ((2, 2), "replica")])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -162,7 +162,7 @@ def check(zero: Any, loss: Any, params: Tree, batches: list[Any], rtol: float) -
     return state
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "options",
@@ -181,6 +181,7 @@ def test_models_of_every_kind(
     check(zero, loss, params, [X, X[::-1]], 1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [

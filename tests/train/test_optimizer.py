@@ -136,6 +136,7 @@ def assert_equal_runs(mesh: Any, on_shards: Any, plain: Any) -> None:
         np.testing.assert_allclose(leaf, want, rtol=2e-4, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_equal_those_of_one_device(make_mesh: MakeMesh, name: str) -> None:
     optimizer = OPTIMIZERS[name]

@@ -106,7 +106,7 @@ def assert_same(found: Any, want: Any, rtol: float) -> None:
             np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mesh", "model"),
     [
@@ -125,7 +125,7 @@ def test_training_equals_the_unsharded_run(
     assert_same(run(make_mesh, mesh, model), expected(), 2e-4)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mesh", "model", "sync"),
     [
@@ -167,7 +167,7 @@ def test_clipping_sees_the_norm_of_all_ranks(
 CUTS = {"in": 1, "blocks": None, "out": "whole", "bias": "whole"}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "kind", "options"),
     [
