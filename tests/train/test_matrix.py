@@ -179,7 +179,6 @@ def bound(row: Row) -> float:
     return 6 * coarsest
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("row", ROWS, ids=ident)
 @jax.numpy_dtype_promotion("standard")  # optax mixes dtypes
 def test_options_work_together(make_mesh: MakeMesh, row: Row) -> None:
