@@ -19,10 +19,13 @@ if not MULTI_PROCESS:
         os.environ["XLA_FLAGS"] = (
             os.environ.get("XLA_FLAGS", "")
             + " --xla_force_host_platform_device_count=8"
-            # A third of all time goes into optimizing programs that run once.
-            + " --xla_backend_optimization_level=0"
-            + " --xla_llvm_disable_expensive_passes=true"
         ).strip()
+    if PLATFORM == "cpu":
+        # A third of all time would go into optimizing programs that run once.
+        os.environ["XLA_FLAGS"] += (
+            " --xla_backend_optimization_level=0"
+            " --xla_llvm_disable_expensive_passes=true"
+        )
 
 import collections  # noqa: E402
 import math  # noqa: E402
@@ -46,16 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Which rows are left is arbitrary, so that they do not follow the order of the
     parameters, but always the same.
     """
-    rows: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    tests: dict[tuple[str, int], list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled"):
-            rows[item.nodeid.split("[")[0]].append(item)
-    for same in rows.values():
-        mark = same[0].get_closest_marker("sampled")
-        assert mark is not None
-        same.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in same[mark.args[0] :]:
-            item.add_marker("slow")
+        if mark := item.get_closest_marker("sampled"):
+            tests[item.nodeid.split("[")[0], mark.args[0]].append(item)
+    for (_, count), rows in tests.items():
+        rows.sort(key=lambda row: zlib.crc32(row.nodeid.encode()))
+        for row in rows[count:]:
+            row.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.stages import Compiled, Lowered
 
 from jaxzero import _ffi
 
@@ -29,3 +30,15 @@ def devices(ranks: int) -> Any:
         "", "cuda", target_config=TARGET, topology=f"1x{ranks}x1"
     )
     return np.array(described.devices)
+
+
+def compile_lowered(lowered: Lowered, **options: Any) -> Compiled:
+    """Compiles as users do, whatever the flags of the tests for CPU programs."""
+    return lowered.compile(
+        compiler_options={
+            "xla_backend_optimization_level": 3,
+            "xla_llvm_disable_expensive_passes": False,
+            "xla_gpu_autotune_level": 0,  # It measures, on a card.
+            **options,
+        }
+    )

@@ -38,7 +38,7 @@ def test_ways_compile(how: str) -> None:
     lowered = step.trace(grads, sums).lower(lowering_platforms=("cuda",))
     is_grouped = 'collective_group_key = "grads"' in lowered.as_text()
     assert is_grouped == (how == "one group")
-    program = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    program = h200.compile_lowered(lowered)
     text = program.as_text()
     fused = text.count('custom_call_target="jaxzero_reduce_scatter"')
     # XLA may combine those of single leaves.

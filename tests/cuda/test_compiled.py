@@ -80,13 +80,13 @@ def compile_for_h200(tmp_path: Path) -> Callable[..., Compiled]:
         lowered = jitted.trace(*jax.tree.map(place, types)).lower(
             lowering_platforms=("cuda",)
         )
-        options = {
-            "xla_gpu_autotune_level": 0,
+        program = h200.compile_lowered(
+            lowered,
             # Capture even a single kernel where XLA may.
-            "xla_gpu_graph_min_graph_size": 1,
-            "xla_dump_to": str(tmp_path),
-        }
-        return Compiled(lowered.compile(compiler_options=options), tmp_path)
+            xla_gpu_graph_min_graph_size=1,
+            xla_dump_to=str(tmp_path),
+        )
+        return Compiled(program, tmp_path)
 
     return compile_
 

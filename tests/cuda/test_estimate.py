@@ -69,7 +69,7 @@ def test_within_a_tenth_of_what_xla_allocates(
         (examples, transformer.LENGTH), jnp.int32, sharding=zero.batch_sharding
     )
     lowered = zero.lower(state, batch, platforms=("cuda",))
-    program = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    program = h200.compile_lowered(lowered)
     memory = program.memory_analysis()
     sharded = estimate_memory(
         params, RANKS, policy, optimizer=optimizer, **options

@@ -66,8 +66,7 @@ def compiled(layout: str, dump: Path, *, overlap: bool) -> Any:
     state = zero.abstract_state(lambda: init(layout))
     x = jax.ShapeDtypeStruct((RANKS * 512, WIDTH), jnp.bfloat16)
     lowered = zero.lower(state, {"x": x}, platforms=("cuda",))
-    options = {"xla_gpu_autotune_level": 0, "xla_dump_to": str(dump)}
-    return lowered.compile(compiler_options=options)
+    return h200.compile_lowered(lowered, xla_dump_to=str(dump))
 
 
 def schedule(text: str, computation: str) -> list[str]:
@@ -220,9 +219,8 @@ def whole_tree(dump: Path, flush_bytes: int | None) -> Any:
         [placed(weight, PartitionSpec()) for weight in weights],
         placed(x, PartitionSpec("data")),
     )
-    options = {"xla_gpu_autotune_level": 0, "xla_dump_to": str(dump)}
     lowered = traced.lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=options)
+    return h200.compile_lowered(lowered, xla_dump_to=str(dump))
 
 
 def test_flushes_of_a_whole_tree_run_beside_the_backward_pass(tmp_path: Path) -> None:
