@@ -8,6 +8,8 @@ Leaves are small on purpose: between processes, XLA:CPU's reduce-scatter may ret
 wrong tails for leaves of several MiB. See: https://github.com/jax-ml/jax/issues/40830
 """
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 from multihost.spmd import Spmd
@@ -45,6 +47,20 @@ def joined() -> None:
             "needs several processes: python -m jaxzero.testing.launch, or srun"
         )
     initialize()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exact_products() -> Iterator[None]:
+    """GPUs would round the operands of products to TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def standard_promotion() -> Iterator[None]:
+    """Lets optimizers mix dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Steps with overlap beside the same without, between processes: equal in every bit."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,13 +17,6 @@ TREES = 5
 def steps_per_tree() -> int:
     """500 steps on GPUs; processes on CPUs are slow."""
     return 100 if jax.default_backend() == "gpu" else 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def exact() -> Iterator[None]:
-    """GPUs would round products to TF32."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def whole_steps() -> GradientTransformation:

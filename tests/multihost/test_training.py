@@ -1,6 +1,5 @@
 """Whole training steps between processes, against the same steps on one device."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jaxzero
 from jaxzero import LossScale, Policy
 
 optax = pytest.importorskip("optax")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 STEPS = 50
 RUNS = [
@@ -30,16 +30,6 @@ MODELS: dict[str, Any] = {
     "layers": (training.init, training.loss, {"layers": "blocks/*"}),
     "stacked": (training.init_stacked, training.loss_stacked, {"stacked": "blocks"}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def exact() -> Iterator[None]:
-    """Optimizers mix dtypes, and GPUs would round products to TF32."""
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.default_matmul_precision("highest"),
-    ):
-        yield
 
 
 @pytest.fixture(scope="module")

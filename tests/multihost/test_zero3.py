@@ -1,7 +1,7 @@
 """zero3 between processes: batches, checkpoints, and processes that do not agree."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,22 +16,13 @@ import jaxzero
 from jaxzero import Policy
 
 optax = pytest.importorskip("optax")
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 STEPS = 20
 SECONDS = 30
 """Until all processes know that they do not agree; a hang takes minutes."""
 
 Run = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def exact() -> Iterator[None]:
-    """Optimizers mix dtypes, and GPUs would round products to TF32."""
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.default_matmul_precision("highest"),
-    ):
-        yield
 
 
 @pytest.fixture(scope="module")
