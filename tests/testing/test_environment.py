@@ -24,6 +24,10 @@ def test_a_gpu_for_each_rank_is_an_ordinary_nccl_job() -> None:
     assert all("NCCL_HOSTID" not in rank for rank in both)
 
 
+def test_ranks_on_gpus_have_a_cpu_device_to_call_python_back_from() -> None:
+    assert environment.with_gpu(*ranks(1), 1)["JAX_PLATFORMS"] == "cuda,cpu"
+
+
 def test_ranks_that_share_a_gpu_pretend_to_be_on_different_hosts() -> None:
     four = [environment.with_gpu(rank, 2) for rank in ranks(4)]
     assert [rank[environment.LOCAL_DEVICE_IDS] for rank in four] == list("0101")
