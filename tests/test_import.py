@@ -116,12 +116,12 @@ def test_source_folder_that_was_never_installed_can_be_imported():
 
 
 def test_import_takes_under_300_ms_on_top_of_jax():
-    """Usually a third of it. Best of three, as the machine may be busy."""
+    """Of the processor: on a busy machine, waiting for one says nothing of ours."""
     program = (
         "import time, jax\n"
-        "start = time.perf_counter()\n"
+        "start = time.process_time()\n"
         "import jaxzero\n"
-        "print(time.perf_counter() - start)"
+        "print(time.process_time() - start)"
     )
     assert min(float(run(program)) for _ in range(3)) < 0.3
 
