@@ -16,7 +16,7 @@ from jaxzero._shard_grads import shard_grads
 from jaxzero._stats import Stats
 from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
-from jaxzero._tree import PyTree
+from jaxzero._tree import PyTree, path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +128,44 @@ class Gradients:
         params = self.layout.merge(full, self._nodes(groups))
         result = self.options.loss_fn(params, batch)
         loss, aux = _with_aux(result) if self.options.has_aux else (result, None)
-        loss = _checked_loss(loss)
-        aux = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), aux)
+        loss = self._of_this_device(_checked_loss(loss), loss, "the loss")
+        aux = jax.tree_util.tree_map_with_path(
+            lambda path, value: self._of_this_device(
+                jnp.asarray(value, jnp.float32), value, f"aux leaf {path_name(path)}"
+            ),
+            aux,
+        )
         scaled = loss if self.scale is None else loss * self.scale
         return scaled, (loss, aux)
+
+    def _of_this_device(self, value: jax.Array, given: Any, what: str) -> jax.Array:
+        """Returns a result of the loss function as this device's own.
+
+        One that is equal on all devices, such as of `lax.pmean`, becomes a copy on
+        each: the gradient of their mean is then that of what they have in common. For
+        another divisor it matters whether it is a sum already, which nothing tells.
+        """
+        equal = [
+            name for name in self.axis.unvarying_axes(given) if lax.axis_size(name) > 1
+        ]
+        policy = self.options.policy
+        is_mean = policy.op == "mean" and policy.divide_by is None
+        # A plain number is a constant of each device's own, no sum over devices.
+        if equal and not is_mean and isinstance(given, jax.core.Tracer):
+            asked = (
+                f"op={policy.op!r}"
+                if policy.divide_by is None
+                else f"divide_by={policy.divide_by}"
+            )
+            raise ValueError(
+                f"zero3: {what} is equal on all devices along "
+                f"{', '.join(map(repr, equal))}, as after lax.psum or lax.pmean, and "
+                f"Policy({asked}) would add it up over them; expected this device's "
+                f"part of the sum. Take the collective off {what} (a divisor may keep "
+                f"its own: jnp.sum(losses) / lax.psum(count, axis)), use op='mean', or "
+                f"return a constant as a Python number."
+            )
+        return self.axis.lift(value, self.axis.all_names)
 
     def _nodes(self, groups: list[PyTree]) -> list[Shards]:
         options = self.options

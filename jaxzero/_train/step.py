@@ -79,8 +79,7 @@ def over_devices(
     """Returns the mean, or what else the policy says, of sums on each device."""
 
     def reduced(value: jax.Array) -> jax.Array:
-        lifted = axis.lift(value, axis.all_names)
-        total: jax.Array = lax.psum(lifted, axis.all_names)
+        total: jax.Array = lax.psum(value, axis.all_names)
         return total / options.divisor
 
     return reduced(loss), jax.tree.map(reduced, aux)
