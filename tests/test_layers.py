@@ -43,6 +43,7 @@ LAYERS: dict[str, set[str]] = {
     "_apply_layers": {"jax"},
     "_train.layout": {"jax", "numpy"},
     "_train.make_layout": {"jax", "numpy"},
+    "_train.batch_dims": {"jax"},
     "_train.options": {"jax"},
     "_train.state": {"jax"},
     "_train.empty": {"jax"},

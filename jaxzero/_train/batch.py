@@ -9,48 +9,74 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxzero._train.batch_dims import count_examples, dims_of, key_hint
 from jaxzero._train.options import StepOptions
 from jaxzero._train.processes import check_processes_agree
 from jaxzero._tree import PyTree, path_name
 
 
-def batch_spec(options: StepOptions) -> P:
-    """Returns the spec of a leaf with examples."""
-    return P(options.names + options.replicate)
+def batch_spec(options: StepOptions, dim: int | None) -> P:
+    """Returns the spec of a leaf with examples along a dimension, or without."""
+    if dim is None:
+        return P()
+    return P(*[None] * dim, options.names + options.replicate)
 
 
 def batch_specs(batch: PyTree, options: StepOptions) -> PyTree:
     """Returns the spec of each leaf."""
-    return jax.tree.map(
-        lambda leaf: batch_spec(options) if jnp.ndim(leaf) else P(), batch
+    return jax.tree.unflatten(
+        jax.tree.structure(batch),
+        [batch_spec(options, dim) for dim in dims_of(batch, options.batch_dims)],
     )
 
 
 def batch_shardings(batch: PyTree, options: StepOptions, mesh: Mesh) -> PyTree:
-    """Returns the sharding of each leaf.
+    """Returns the sharding of each leaf."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), batch_specs(batch, options)
+    )
+
+
+def check_batch(batch: PyTree, options: StepOptions) -> None:
+    """Refuses a batch that cannot be split over devices and microbatches.
 
     Raises:
-      ValueError: naming a leaf that cannot be split over devices and microbatches.
+      ValueError: naming a leaf.
     """
+    dims = dims_of(batch, options.batch_dims)
+    count = count_examples(batch, dims)
     parts = options.devices * options.accumulate
+    if count is None or (count and count % parts == 0):
+        return
+    path, leaf, dim = next(
+        (path_name(path), leaf, dim)
+        for (path, leaf), dim in zip(
+            jax.tree_util.tree_leaves_with_path(batch), dims, strict=True
+        )
+        if dim is not None
+    )
+    raise ValueError(
+        f"zero3: batch leaf {path} has shape {jnp.shape(leaf)}; expected a number of "
+        f"examples along dimension {dim} that divides by {parts} ({options.devices} "
+        f"devices x {options.accumulate} microbatches). Give all examples, along the "
+        f"dimension that batch_dims says.{key_hint(leaf)}"
+    )
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        shape = jnp.shape(leaf)
-        if not shape:
-            return NamedSharding(mesh, P())
-        if shape[0] % parts or not shape[0]:
-            is_raw_key = shape[-1] in (2, 4) and leaf.dtype == jnp.uint32
-            raise ValueError(
-                f"zero3: batch leaf {path_name(path)} has shape {shape}; expected a "
-                f"first dimension that divides by {parts} ({options.devices} devices x "
-                f"{options.accumulate} microbatches). Give all examples along "
-                f"dimension 0."
-                + " A random key must come from jax.random.key."
-                * is_raw_key
-            )
-        return NamedSharding(mesh, batch_spec(options))
 
-    return jax.tree_util.tree_map_with_path(sharding, batch)
+def abstract_batch(batch: PyTree, options: StepOptions, mesh: Mesh) -> PyTree:
+    """Returns shapes, dtypes and shardings of a batch.
+
+    Raises:
+      ValueError: as `check_batch`.
+    """
+    check_batch(batch, options)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        batch,
+        batch_shardings(batch, options, mesh),
+    )
 
 
 class Batches:
@@ -71,25 +97,31 @@ class Batches:
             or a first one that differs between processes.
         """
         if not self._compared:
-            _check_agrees(batch)
+            _check_agrees(batch, self._options)
             self._compared = True
+        check_batch(batch, self._options)
         shardings = batch_shardings(batch, self._options, self._mesh)
         return jax.tree.map(_place, batch, shardings)
 
 
-def _check_agrees(batch: PyTree) -> None:
+def _check_agrees(batch: PyTree, options: StepOptions) -> None:
     # Each process takes what its own devices need of what it has, so batches that
     # differ would be trained on in part, without a word.
     if jax.process_count() > 1:
         leaves = jax.tree_util.tree_leaves_with_path(batch)
+        dims = dims_of(batch, options.batch_dims)
         check_processes_agree(
             "zero3",
-            [(path_name(path), *_content(leaf)) for path, leaf in leaves],
+            [
+                (path_name(path), dim, *_content(leaf))
+                for (path, leaf), dim in zip(leaves, dims, strict=True)
+            ],
             what="another batch",
             fix=(
                 "Give all examples on every process, or give global arrays, made from "
-                "what each process has read: jax.make_array_from_process_local_data("
-                "zero.batch_sharding, local)."
+                "what each process has read: jax.tree.map("
+                "jax.make_array_from_process_local_data, "
+                "zero.batch_shardings(local), local)."
             ),
         )
 

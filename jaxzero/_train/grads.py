@@ -18,6 +18,9 @@ from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
 from jaxzero._tree import PyTree, path_name
 
+Dims = tuple[int | None, ...]
+"""Per leaf of a batch, in tree order, the dimension of its examples, or None."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Summed:
@@ -70,15 +73,20 @@ class Gradients:
         self.shards = shards
         self.groups = self.layout.grouped(shards)
 
-    def of_batch(self, batch: PyTree) -> Summed:
-        """Returns the reduced gradients of this device's part of a batch."""
+    def of_batch(self, batch: PyTree, dims: Dims) -> Summed:
+        """Returns the reduced gradients of this device's part of a batch.
+
+        Args:
+          batch: the part.
+          dims: per leaf the dimension of its examples, or None.
+        """
         options = self.options
         if options.accumulate == 1:
             total = self._of_one(batch)
         elif options.sync == "last":
-            total = self._of_several_kept_local(batch)
+            total = self._of_several_kept_local(batch, dims)
         else:
-            total = self._of_several(batch)
+            total = self._of_several(batch, dims)
         if options.sync == "replicas_last" and options.replicate:
             grads = shard_grads(
                 total.grads,
@@ -91,7 +99,7 @@ class Gradients:
             return dataclasses.replace(total, grads=grads, stats=None)
         return total
 
-    def loss_of_batch(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def loss_of_batch(self, batch: PyTree, dims: Dims) -> tuple[jax.Array, PyTree]:
         """Returns the sums of losses and auxiliary results, without gradients."""
 
         def of_one(part: PyTree) -> tuple[jax.Array, PyTree]:
@@ -101,7 +109,7 @@ class Gradients:
 
         if self.options.accumulate == 1:
             return of_one(batch)
-        _, parts = self._scan(lambda _, part: ((), of_one(part)), (), batch)
+        _, parts = self._scan(lambda _, part: ((), of_one(part)), (), batch, dims)
         sums: tuple[jax.Array, PyTree]
         sums = jax.tree.map(lambda values: jnp.sum(values, 0), parts)
         return sums
@@ -218,7 +226,7 @@ class Gradients:
         reduced, stats = self._reduce(resident, None)
         return self._summed(reduced, groups, loss, aux, stats)
 
-    def _of_several(self, batch: PyTree) -> Summed:
+    def _of_several(self, batch: PyTree, dims: Dims) -> Summed:
         """Reduces after each microbatch, into accumulators of 1/N."""
         zeros = self._zeros()
         start = (self.layout.resident(zeros), self.layout.grouped(zeros))
@@ -228,13 +236,15 @@ class Gradients:
             reduced, stats = self._reduce(resident, sums[0])
             return (reduced, jax.tree.map(jnp.add, sums[1], groups)), (loss, aux, stats)
 
-        (resident, groups), (losses, auxes, stats) = self._scan(body, start, batch)
+        (resident, groups), (losses, auxes, stats) = self._scan(
+            body, start, batch, dims
+        )
         # The last measurement is that of the finished sum.
         last = jax.tree.map(lambda values: values[-1], stats)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), auxes)
         return self._summed(resident, groups, jnp.sum(losses), aux, last)
 
-    def _of_several_kept_local(self, batch: PyTree) -> Summed:
+    def _of_several_kept_local(self, batch: PyTree, dims: Dims) -> Summed:
         """Adds full gradients on the device and reduces their sum."""
         stored = self.layout.resident([leaf.stored for leaf in self.layout.leaves])
         start = jax.tree.map(
@@ -252,25 +262,25 @@ class Gradients:
             )
             return added, (loss, aux)
 
-        sums, (losses, auxes) = self._scan(body, start, batch)
+        sums, (losses, auxes) = self._scan(body, start, batch, dims)
         reduced, stats = self._reduce(sums, None)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), auxes)
         return self._summed(reduced, [], jnp.sum(losses), aux, stats)
 
-    def _scan(self, body: Any, start: Any, batch: PyTree) -> Any:
-        count = self.options.accumulate
-        # Leaves without a dimension, such as random keys, serve every microbatch.
-        is_split = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
-        parts = jax.tree.map(
-            lambda leaf, split: (
-                leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
-                if split
-                else jnp.broadcast_to(leaf, (count,))
-            ),
-            batch,
-            is_split,
-        )
-        return lax.scan(body, start, parts)
+    def _scan(self, body: Any, start: Any, batch: PyTree, dims: Dims) -> Any:
+        leaves, structure = jax.tree.flatten(batch)
+        split = {
+            i: _microbatches(leaf, dim, self.options.accumulate)
+            for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True))
+            if dim is not None
+        }
+
+        def turn(carry: Any, parts: dict[int, jax.Array]) -> Any:
+            # What goes whole to every device serves every microbatch.
+            part = [parts.get(i, leaf) for i, leaf in enumerate(leaves)]
+            return body(carry, jax.tree.unflatten(structure, part))
+
+        return lax.scan(turn, start, split, length=self.options.accumulate)
 
     def _zeros(self) -> list[jax.Array]:
         """Returns accumulators, typed as the shards are."""
@@ -278,6 +288,12 @@ class Gradients:
             self.axis.lift_to(jnp.zeros(shard.shape, shard.dtype), jax.typeof(shard))
             for shard in self.shards
         ]
+
+
+def _microbatches(leaf: jax.Array, dim: int, count: int) -> jax.Array:
+    """Returns a leaf with its parts along a new first dimension."""
+    shape = (*leaf.shape[:dim], count, -1, *leaf.shape[dim + 1 :])
+    return jnp.moveaxis(leaf.reshape(shape), dim, 0)
 
 
 def _with_aux(result: Any) -> tuple[Any, PyTree]:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxzero._axis import AxisName
 from jaxzero._loss_scale import LossScale
 from jaxzero._policy import Policy
+from jaxzero._train.batch_dims import BatchDims
 from jaxzero._train.make_layout import Globs
 from jaxzero._tree import PyTree
 
@@ -40,6 +41,7 @@ class StepOptions:
     loss_scale: LossScale | None
     skip_nonfinite: bool
     has_aux: bool
+    batch_dims: BatchDims
 
     @property
     def replicate_axis(self) -> AxisName | None:
@@ -52,7 +54,7 @@ class StepOptions:
         return tuple(
             (field.name, getattr(self, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("loss_fn", "optimizer")
+            if field.name not in ("loss_fn", "optimizer", "batch_dims")
         )
 
     @property

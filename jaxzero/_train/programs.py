@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxzero._train.batch import batch_specs
+from jaxzero._train.batch_dims import dims_of
 from jaxzero._train.layout import Layout
 from jaxzero._train.optimizer import ShardedOptimizer
 from jaxzero._train.options import LossFn, StepOptions
@@ -43,7 +44,7 @@ def step_program(options: StepOptions, mesh: Mesh, optimizer: ShardedOptimizer) 
             opt_state=optimizer.specs(layout),
         )
         mapped = jax.shard_map(
-            functools.partial(local_step, options),
+            functools.partial(local_step, options, dims_of(batch, options.batch_dims)),
             mesh=mesh,
             in_specs=(specs, batch_specs(batch, options)),
             out_specs=(specs, P()),
@@ -62,7 +63,10 @@ def loss_program(options: StepOptions, mesh: Mesh) -> Any:
     ) -> tuple[jax.Array, PyTree]:
         mapped = jax.shard_map(
             functools.partial(
-                local_loss, dataclasses.replace(options, loss_fn=loss_fn), layout
+                local_loss,
+                dataclasses.replace(options, loss_fn=loss_fn),
+                dims_of(batch, options.batch_dims),
+                layout,
             ),
             mesh=mesh,
             in_specs=(layout.specs, batch_specs(batch, options)),

@@ -9,7 +9,7 @@ from jax import lax
 from jaxzero._axis import Axis, bind_axis
 from jaxzero._norm import global_norm
 from jaxzero._train.empty import empty_as_constants
-from jaxzero._train.grads import Gradients
+from jaxzero._train.grads import Dims, Gradients
 from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
 from jaxzero._train.state import Metrics, TrainState
@@ -17,14 +17,14 @@ from jaxzero._tree import PyTree
 
 
 def local_step(
-    options: StepOptions, state: TrainState, batch: PyTree
+    options: StepOptions, dims: Dims, state: TrainState, batch: PyTree
 ) -> tuple[TrainState, Metrics]:
     """Computes gradients, reduces them, and updates this device's shards."""
     axis = bind_axis(options.names, options.replicate_axis, "zero3")
     state, batch = empty_as_constants(axis, (state, batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
     gradients = Gradients(options, axis, state.layout, state.params, scale)
-    summed = gradients.of_batch(batch)
+    summed = gradients.of_batch(batch, dims)
     norm = (
         global_norm(summed.grads, options.names)
         if summed.stats is None
@@ -64,12 +64,12 @@ def local_step(
 
 
 def local_loss(
-    options: StepOptions, layout: Layout, params: PyTree, batch: PyTree
+    options: StepOptions, dims: Dims, layout: Layout, params: PyTree, batch: PyTree
 ) -> tuple[jax.Array, PyTree]:
     """Computes loss and auxiliary results, without gradients."""
     axis = bind_axis(options.names, options.replicate_axis, "zero3")
     params, batch = empty_as_constants(axis, (params, batch))
-    sums = Gradients(options, axis, layout, params).loss_of_batch(batch)
+    sums = Gradients(options, axis, layout, params).loss_of_batch(batch, dims)
     return over_devices(options, axis, *sums)
 
 

@@ -13,8 +13,10 @@ from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import CutTree
 from jaxzero._loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
+from jaxzero._train import batch as placing
 from jaxzero._train import export, restore
-from jaxzero._train.batch import Batches, batch_shardings, batch_spec
+from jaxzero._train.batch import Batches
+from jaxzero._train.batch_dims import BatchDims
 from jaxzero._train.layout import Layout
 from jaxzero._train.make_layout import Globs, make_layout
 from jaxzero._train.optimizer import ShardedOptimizer
@@ -50,6 +52,7 @@ def zero3(
     loss_scale: LossScale | None = None,
     skip_nonfinite: bool = False,
     has_aux: bool = False,
+    batch_dims: BatchDims = 0,
 ) -> "Zero3":
     """Makes a training step whose parameters, gradients and optimizer are sharded.
 
@@ -87,6 +90,10 @@ def zero3(
         gradients are not finite.
       skip_nonfinite: skip such steps without a loss scale, too.
       has_aux: `loss_fn` returns (loss, aux), aux a pytree of real arrays.
+      batch_dims: the dimension along which a leaf of a batch holds its examples, or
+        None for one that goes whole to every device, such as class weights; one for
+        all, a pytree prefix of them, or a callable (path, shape) that returns one.
+        Leaves without dimensions always go whole.
 
     Returns:
       A `Zero3` with `init`, `step`, `evaluate` and checkpoints.
@@ -126,6 +133,7 @@ def zero3(
             loss_scale=loss_scale,
             skip_nonfinite=skip_nonfinite,
             has_aux=has_aux,
+            batch_dims=batch_dims,
         ),
         cuts=cuts,
         layers=layers,
@@ -157,13 +165,22 @@ class Zero3:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch, dimension 0 spread over all devices.
+        """Sharding of a leaf with examples along dimension 0: over all devices.
 
         Several processes build their batches with it, from what each has read:
         `jax.make_array_from_process_local_data(zero.batch_sharding, local)`. Or all
         give the same NumPy arrays, of which each takes what its devices need.
         """
-        return NamedSharding(self._mesh, batch_spec(self._options))
+        return NamedSharding(self._mesh, placing.batch_spec(self._options, 0))
+
+    def batch_shardings(self, batch: PyTree) -> PyTree:
+        """Returns the sharding of each leaf of a batch, as `batch_dims` says.
+
+        For batches that several processes build from what each has read, `local`:
+        `jax.tree.map(jax.make_array_from_process_local_data,
+        zero.batch_shardings(local), local)`.
+        """
+        return placing.batch_shardings(batch, self._options, self._mesh)
 
     def init(self, params: PyTree | Callable[..., PyTree], *args: Any) -> TrainState:
         """Returns the state of step 0, born sharded.
@@ -204,16 +221,17 @@ class Zero3:
 
         Args:
           state: the state; it is donated, so it cannot be used again.
-          batch: pytree of arrays whose dimension 0 is the examples of all devices and
-            microbatches; leaves without dimensions, such as a random key, go to
-            every device.
+          batch: pytree of arrays whose dimension 0 (or what `batch_dims` says) is the
+            examples of all devices and microbatches; leaves without dimensions, such
+            as a random key, go to every device.
 
         Returns:
           The next state, and the `Metrics` of this step.
 
         Raises:
           ValueError: for a batch that cannot be split over devices and microbatches,
-            or a first one that differs between processes.
+            leaves with different numbers of examples, or a first batch that differs
+            between processes.
         """
         placed = self._batches.place(batch)
         result: tuple[TrainState, Metrics] = self._step(state, placed)
@@ -256,13 +274,7 @@ class Zero3:
           batch: a batch, or its shapes.
           platforms: such as ("cuda",), to compile for a mesh of described devices.
         """
-        shapes = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            ),
-            batch,
-            batch_shardings(batch, self._options, self._mesh),
-        )
+        shapes = placing.abstract_batch(batch, self._options, self._mesh)
         traced: jax.stages.Traced = self._step.trace(state, shapes)
         lowered: jax.stages.Lowered = traced.lower(lowering_platforms=platforms)
         return lowered
