@@ -45,6 +45,7 @@ LAYERS: dict[str, set[str]] = {
     "_train.make_layout": {"jax", "numpy"},
     "_train.batch_dims": {"jax"},
     "_train.options": {"jax"},
+    "_train.extra_args": {"jax"},
     "_train.state": {"jax"},
     "_train.empty": {"jax"},
     "_train.grads": {"jax"},

@@ -1,5 +1,6 @@
 """One ZeRO-3 step as each device runs it, inside the `shard_map` of `zero3`."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax import lax
 from jaxzero._axis import Axis, bind_axis
 from jaxzero._norm import global_norm
 from jaxzero._train.empty import empty_as_constants
+from jaxzero._train.extra_args import update
 from jaxzero._train.grads import Dims, Gradients
 from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
@@ -34,7 +36,16 @@ def local_step(
     if scale is not None:
         norm = norm / scale
     grads = state.layout.unflatten(_scaled(options, summed.grads, norm, scale))
-    updates, opt_state = options.optimizer.update(grads, state.opt_state, state.params)
+    loss, aux = over_devices(options, axis, summed.loss, summed.aux)
+    unclipped = dataclasses.replace(options, clip_norm=None)
+    updates, opt_state = update(
+        options.optimizer,
+        grads,
+        state.opt_state,
+        state.params,
+        value=loss,
+        grad=state.layout.unflatten(_scaled(unclipped, summed.grads, norm, scale)),
+    )
     params = jax.tree.map(_updated, state.params, updates)
     took = jnp.ones((), jnp.bool_)
     if options.skip_nonfinite or options.loss_scale is not None:
@@ -47,7 +58,6 @@ def local_step(
     following = None
     if options.loss_scale is not None and state.loss_scale is not None:
         following = options.loss_scale.update(state.loss_scale, finite)
-    loss, aux = over_devices(options, axis, summed.loss, summed.aux)
     metrics = Metrics(
         loss=loss, grad_norm=norm, skipped=~took, loss_scale=scale, aux=aux
     )

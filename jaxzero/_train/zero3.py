@@ -66,8 +66,9 @@ def zero3(
         and is refused with a policy other than a mean, which would add it up.
       optimizer: an optax transformation, or anything with its `init` and `update`. It
         runs on shards, so it must treat all elements of a leaf alike (adamw, lion,
-        sgd, ...); one that does not is refused by `init`. A leaf that is cut flat has
-        one dimension there: choose what to decay by key path, not by `ndim`, or keep
+        sgd, ...); one that does not is refused by `init`. If its `update` asks, it gets
+        `value`, the loss, and `grad`, before clipping. A leaf that is cut flat has one
+        dimension there: choose what to decay by key path, not by `ndim`, or keep
         dimensions (`cuts=lambda path, shape: 0 if len(shape) > 1 else None`); else
         `init` refuses, too.
       mesh: mesh of all devices.
@@ -307,8 +308,7 @@ class Zero3:
     def export_state(self, state: TrainState) -> dict[str, PyTree]:
         """Returns the state in true shapes, for a checkpoint.
 
-        What is saved does not depend on the number of devices: `import_state` takes
-        it on any other mesh.
+        `import_state` takes it on any other mesh, of any number of devices.
 
         Args:
           state: the state; it stays usable.
@@ -364,9 +364,7 @@ class Zero3:
 
         For checkpoint libraries that restore into a template, such as orbax.
 
-        Args:
-          params: as for `init`; shapes suffice.
-          args: arguments of the function.
+        Takes what `init` takes; shapes suffice.
         """
         return export.template(self.abstract_state(params, *args), self._mesh)
 
