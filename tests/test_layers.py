@@ -16,6 +16,7 @@ SOURCES = ROOT / "cc"
 
 LAYERS: dict[str, set[str]] = {
     "_dtypes": {"ml_dtypes", "numpy"},
+    "_numbers": set(),
     "_policy": set(),
     "_cut": set(),
     "_plan": set(),

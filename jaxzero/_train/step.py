@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxzero._axis import Axis, bind_axis
 from jaxzero._norm import global_norm
+from jaxzero._norm_clip import clipped
 from jaxzero._train.empty import empty_as_constants
 from jaxzero._train.extra_args import update
 from jaxzero._train.grads import Dims, Gradients
@@ -112,17 +113,14 @@ def _scaled(
     norm: jax.Array,
     scale: jax.Array | None,
 ) -> list[jax.Array]:
-    """Takes the loss scale out and clips, in one multiplication."""
-    if options.clip_norm is None and scale is None:
-        return grads
-    factor = jnp.ones((), jnp.float32)
-    if options.clip_norm is not None:
-        factor = options.clip_norm / jnp.maximum(norm, options.clip_norm)
-    if scale is not None:
-        factor = factor / scale
+    """Takes the loss scale out and clips."""
 
-    def multiply(grad: jax.Array) -> jax.Array:
-        wide = _wider(grad.dtype, factor.dtype)
-        return (grad.astype(wide) * factor.astype(wide)).astype(grad.dtype)
+    def of_leaf(grad: jax.Array) -> jax.Array:
+        if scale is not None:
+            wide = _wider(grad.dtype, scale.dtype)
+            grad = (grad.astype(wide) / scale.astype(wide)).astype(grad.dtype)
+        if options.clip_norm is not None:
+            grad = clipped(grad, norm, options.clip_norm)
+        return grad
 
-    return [multiply(grad) for grad in grads]
+    return [of_leaf(grad) for grad in grads]

@@ -118,7 +118,8 @@ def zero3(
     """
     names, replicate = axis_names(axis_name, replicate_axis, "zero3")
     check_mesh(mesh, names, replicate)
-    check_choices(accumulate, sync, layers, stacked, replicate)
+    missing = "" if replicate else "replicate_axis"
+    check_choices("zero3", accumulate, sync, layers, stacked, missing)
     return Zero3(
         mesh,
         StepOptions(
@@ -168,9 +169,8 @@ class Zero3:
     def batch_sharding(self) -> NamedSharding:
         """Sharding of a leaf with examples along dimension 0: over all devices.
 
-        Several processes build their batches with it, from what each has read:
-        `jax.make_array_from_process_local_data(zero.batch_sharding, local)`. Or all
-        give the same NumPy arrays, of which each takes what its devices need.
+        Several processes build their batches with it, from what each has read (see
+        `batch_shardings`). Or all give the same NumPy arrays.
         """
         return NamedSharding(self._mesh, placing.batch_spec(self._options, 0))
 
