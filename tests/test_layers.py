@@ -55,6 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "_train.elementwise": {"jax", "numpy"},
     "_train.optimizer": {"jax"},
     "_train.processes": {"jax", "numpy"},
+    "_train.agreed_layout": {"jax"},
     "_train.batch": {"jax", "numpy"},
     "_train.export": {"jax"},
     "_train.restore": {"jax", "numpy"},

@@ -1,5 +1,6 @@
 """A batch on the mesh: examples over all devices, the rest everywhere."""
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -59,7 +60,8 @@ def check_batch(batch: PyTree, options: StepOptions) -> None:
         f"zero3: batch leaf {path} has shape {jnp.shape(leaf)}; expected a number of "
         f"examples along dimension {dim} that divides by {parts} ({options.devices} "
         f"devices x {options.accumulate} microbatches). Give all examples, along the "
-        f"dimension that batch_dims says.{key_hint(leaf)}"
+        f"dimension that batch_dims says; evaluate takes any number with uneven=True, "
+        f"if loss and aux are plain means over examples.{key_hint(leaf)}"
     )
 
 
@@ -77,6 +79,23 @@ def abstract_batch(batch: PyTree, options: StepOptions, mesh: Mesh) -> PyTree:
         batch,
         batch_shardings(batch, options, mesh),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a batch to evaluate.
+
+    Attributes:
+      batch: its examples, as global arrays.
+      accumulate: microbatches that it is split into on each device.
+      spread: whether devices have different examples of it.
+      share: what its mean counts in that of the batch.
+    """
+
+    batch: PyTree
+    accumulate: int
+    spread: bool
+    share: float
 
 
 class Batches:
@@ -102,6 +121,99 @@ class Batches:
         check_batch(batch, self._options)
         shardings = batch_shardings(batch, self._options, self._mesh)
         return jax.tree.map(_place, batch, shardings)
+
+    def place_even(self, batch: PyTree) -> list[Part]:
+        """Returns a batch as the only part; raises as `place`."""
+        return [
+            Part(
+                batch=self.place(batch),
+                accumulate=self._options.accumulate,
+                spread=True,
+                share=1.0,
+            )
+        ]
+
+    def place_uneven(self, batch: PyTree) -> list[Part]:
+        """Returns a batch of any number of examples as parts of which none is padded.
+
+        No part has more examples at a time on a device than an even split would give.
+
+        Raises:
+          ValueError: for a batch without examples, one of arrays that processes built
+            together, or a policy other than a mean.
+        """
+        options, dims = self._options, dims_of(batch, self._options.batch_dims)
+        _check_uneven(batch, options)
+        count = count_examples(batch, dims)
+        if count is None:
+            return self.place_even(batch)
+        if not count:
+            raise ValueError(
+                "zero3: evaluate got a batch of 0 examples, which have no mean; "
+                "expected at least 1. Leave this batch out."
+            )
+        _check_agrees(batch, options)
+        devices = options.devices
+        size = -(-count // (devices * options.accumulate))
+        turns = count // (devices * size)
+        each = (count - turns * devices * size) // devices
+        ends = [turns * devices * size, (turns * size + each) * devices, count]
+        parts = []
+        for begin, end, accumulate, spread in zip(
+            [0, *ends],
+            ends,
+            [turns, 1, count - ends[1]],
+            [True, True, False],
+            strict=False,
+        ):
+            if begin == end:
+                continue
+            part = _examples(batch, dims, begin, end)
+            shardings = (
+                batch_shardings(part, options, self._mesh)
+                if spread
+                else jax.tree.map(lambda _: NamedSharding(self._mesh, P()), part)
+            )
+            parts.append(
+                Part(
+                    batch=jax.tree.map(_place, part, shardings),
+                    accumulate=accumulate,
+                    spread=spread,
+                    share=(end - begin) / count,
+                )
+            )
+        return parts
+
+
+def _check_uneven(batch: PyTree, options: StepOptions) -> None:
+    policy = options.policy
+    if policy.op != "mean" or policy.divide_by is not None:
+        raise ValueError(
+            f"zero3: evaluate with uneven=True weighs means of parts, but the policy "
+            f"has op={policy.op!r} and divide_by={policy.divide_by}; expected "
+            f"op='mean' alone. Fill the batch up with examples that weigh 0 in its sum."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if _is_global(leaf):
+            raise ValueError(
+                f"zero3: evaluate with uneven=True got batch leaf {path_name(path)} as "
+                f"an array over several processes; expected the same examples on every "
+                f"process, as NumPy arrays. Give those, or an even batch."
+            )
+
+
+def _examples(
+    batch: PyTree, dims: tuple[int | None, ...], begin: int, end: int
+) -> PyTree:
+    """Returns a range of the examples of a batch."""
+    leaves, structure = jax.tree.flatten(batch)
+    return jax.tree.unflatten(
+        structure,
+        [
+            leaf if dim is None else leaf[(slice(None),) * dim + (slice(begin, end),)]
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ],
+    )
 
 
 def _check_agrees(batch: PyTree, options: StepOptions) -> None:

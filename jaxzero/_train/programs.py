@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxzero._train.batch import batch_specs
+from jaxzero._train.batch import Part, batch_specs
 from jaxzero._train.batch_dims import dims_of
 from jaxzero._train.layout import Layout
 from jaxzero._train.optimizer import ShardedOptimizer
@@ -56,23 +56,56 @@ def step_program(options: StepOptions, mesh: Mesh, optimizer: ShardedOptimizer) 
 
 
 def loss_program(options: StepOptions, mesh: Mesh) -> Any:
-    """Returns the jitted (loss_fn, layout, params, batch) -> (loss, aux)."""
+    """Returns the jitted function from a part of a batch to its share of (loss, aux).
+
+    Its arguments are loss_fn, layout and the fields of `Part`, with the parameters
+    before the batch.
+    """
 
     def loss(
-        loss_fn: LossFn, layout: Layout, params: PyTree, batch: PyTree
+        loss_fn: LossFn,
+        layout: Layout,
+        accumulate: int,
+        spread: bool,
+        share: float,
+        params: PyTree,
+        batch: PyTree,
     ) -> tuple[jax.Array, PyTree]:
         mapped = jax.shard_map(
             functools.partial(
                 local_loss,
-                dataclasses.replace(options, loss_fn=loss_fn),
+                dataclasses.replace(options, loss_fn=loss_fn, accumulate=accumulate),
                 dims_of(batch, options.batch_dims),
                 layout,
             ),
             mesh=mesh,
-            in_specs=(layout.specs, batch_specs(batch, options)),
+            in_specs=(layout.specs, batch_specs(batch, options) if spread else P()),
             out_specs=P(),
         )
-        result: tuple[jax.Array, PyTree] = mapped(params, batch)
+        result: tuple[jax.Array, PyTree] = jax.tree.map(
+            lambda value: value * share, mapped(params, batch)
+        )
         return result
 
-    return jax.jit(loss, static_argnums=(0, 1))
+    return jax.jit(loss, static_argnums=(0, 1, 2, 3, 4))
+
+
+def loss_of_parts(
+    program: Any, loss_fn: LossFn, state: TrainState, parts: Sequence[Part]
+) -> tuple[jax.Array, PyTree]:
+    """Returns loss and auxiliary results of a batch by a `loss_program`."""
+    found = [
+        program(
+            loss_fn,
+            state.layout,
+            part.accumulate,
+            part.spread,
+            part.share,
+            state.params,
+            part.batch,
+        )
+        for part in parts
+    ]
+    total: tuple[jax.Array, PyTree]
+    total = jax.tree.map(lambda first, *rest: sum(rest, first), *found)
+    return total

@@ -15,10 +15,11 @@ from jaxzero._loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
 from jaxzero._train import batch as placing
 from jaxzero._train import export, restore
+from jaxzero._train.agreed_layout import agreed_layout
 from jaxzero._train.batch import Batches
 from jaxzero._train.batch_dims import BatchDims
 from jaxzero._train.layout import Layout
-from jaxzero._train.make_layout import Globs, make_layout
+from jaxzero._train.make_layout import Globs
 from jaxzero._train.optimizer import ShardedOptimizer
 from jaxzero._train.options import (
     LossFn,
@@ -29,8 +30,7 @@ from jaxzero._train.options import (
     check_mesh,
     checked_clip,
 )
-from jaxzero._train.processes import check_processes_agree
-from jaxzero._train.programs import birth, loss_program, step_program
+from jaxzero._train.programs import birth, loss_of_parts, loss_program, step_program
 from jaxzero._train.state import Metrics, TrainState
 from jaxzero._tree import PyTree
 
@@ -239,7 +239,12 @@ class Zero3:
         return result
 
     def evaluate(
-        self, state: TrainState, batch: PyTree, loss_fn: LossFn | None = None
+        self,
+        state: TrainState,
+        batch: PyTree,
+        loss_fn: LossFn | None = None,
+        *,
+        uneven: bool = False,
     ) -> Any:
         """Returns the loss of a batch, without gradients; the state stays as it is.
 
@@ -248,17 +253,21 @@ class Zero3:
           batch: as for `step`, split over devices and microbatches in the same way.
           loss_fn: a function in place of that of the run, called likewise, such as
             one without dropout. Give the same object each time: a new one compiles.
+          uneven: take any number of examples, such as those of a last batch. Loss and
+            auxiliary results must be plain means over examples, because they are those
+            of parts, weighted by their examples. Those left over when each device has
+            as many, fewer than devices, are computed one by one on every device.
 
         Returns:
           The loss, a float32 scalar equal on every device; with `has_aux`, the pair
           (loss, aux). Both are reduced as in `Metrics`.
 
         Raises:
-          ValueError: as `step`.
+          ValueError: as `step`; for `uneven`, also with a policy other than a mean.
         """
-        placed = self._batches.place(batch)
         loss_fn = self._options.loss_fn if loss_fn is None else loss_fn
-        loss, aux = self._loss(loss_fn, state.layout, state.params, placed)
+        place = self._batches.place_uneven if uneven else self._batches.place_even
+        loss, aux = loss_of_parts(self._loss, loss_fn, state, place(batch))
         return (loss, aux) if self._options.has_aux else loss
 
     def lower(
@@ -369,23 +378,14 @@ class Zero3:
         return export.template(self.abstract_state(params, *args), self._mesh)
 
     def _layout(self, like: PyTree) -> Layout:
-        options = self._options
-        try:
-            layout = make_layout(
-                like,
-                options.names,
-                math.prod(self._mesh.shape[name] for name in options.names),
-                policy=options.policy,
-                cuts=self._cuts,
-                layers=self._layers,
-                stacked=self._stacked,
-            )
-        except (TypeError, ValueError) as error:
-            # The others may have found nothing wrong, and would wait for this one.
-            check_processes_agree("zero3", str(error))
-            raise
-        check_processes_agree("zero3", (layout.fingerprint, options.comparable))
-        return layout
+        return agreed_layout(
+            like,
+            self._options,
+            self._mesh,
+            cuts=self._cuts,
+            layers=self._layers,
+            stacked=self._stacked,
+        )
 
     def _first_loss_scale(self) -> LossScaleState | None:
         scaling = self._options.loss_scale
