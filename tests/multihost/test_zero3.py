@@ -121,6 +121,21 @@ def test_leaves_that_are_no_arrays_of_numbers(spmd: Spmd) -> None:
     np.testing.assert_allclose(float(metrics.loss), float(want), rtol=1e-5)
 
 
+def test_leaves_that_go_whole_and_a_batch_that_is_uneven(spmd: Spmd) -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(batch["x"].sum(0) * batch["weights"].sum()) * params["w"][0]
+
+    zero = jaxzero.zero3(
+        loss, optax.sgd(1.0), spmd.mesh, batch_dims={"x": 1, "weights": None}
+    )
+    state = zero.init({"w": np.ones(3, np.float32)})
+    for surplus in (0, 1):
+        x = np.arange(3 * (2 * spmd.ranks + surplus), dtype=np.float32).reshape(3, -1)
+        batch = {"x": x, "weights": np.float32([1, 2])}
+        found = zero.evaluate(state, batch, uneven=bool(surplus))
+        np.testing.assert_allclose(found, 3 * x.sum(0).mean(), rtol=1e-6)
+
+
 DIFFERENCES: dict[str, Any] = {
     "shape": {"params": {"w": np.ones((6, 3), np.float32)}},
     "leaf": {"params": {"w": np.ones((5, 3), np.float32), "b": np.ones(2)}},
