@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxzero._axis import Axis, AxisName, bind_axis, check_not_auto_sharded, varying
-from jaxzero._cut import Cut, CutTree, cut_leaf
+from jaxzero._cut import Cut, CutTree, cut_stored_leaf
 from jaxzero._dtypes import is_supported, kind, like_kind
 from jaxzero._plan import LIMITS, LeafSpec, build_plan
 from jaxzero._policy import Policy
@@ -41,6 +41,7 @@ def gather_params(
     The exact inverse of the layout of `shard_grads` and `shard_params`. Its VJP is
     `shard_grads(op="sum")` with the same policy: differentiating a loss through it
     gives gradients that are already summed and sharded, in the dtype of the shards.
+    Floats of 8 bits or fewer travel and are summed in float32, and rounded once.
 
     Args:
       shards: pytree of this rank's shards.
@@ -89,26 +90,34 @@ def gather_params(
     for i, (shard, true, option) in enumerate(
         zip(flat.leaves, flat_like.leaves, options, strict=True)
     ):
-        cut = cut_leaf(
-            option, true.path, true.shape, axis.group_size, policy.min_shard_numel
+        cut = cut_stored_leaf(
+            option,
+            true.path,
+            true.shape,
+            true.dtype,
+            axis.group_size,
+            policy.min_shard_numel,
         )
         _check_shape(shard, true, cut)
         _check_dtypes(shard, true)
         check_not_auto_sharded(f"leaf {shard.path}", shard.value, "gather_params")
-        if is_supported(true.dtype) and is_supported(shard.dtype):
+        if kind(true.dtype) == "integer or boolean":
+            full.append(_gather_plain(axis, shard.value, true, cut))
+        else:
             summable.append(i)
             specs.append(_spec(axis, shard, true, cut, policy))
             full.append(None)
-        else:
-            full.append(_gather_plain(axis, shard.value, true, cut))
     values = [
-        own_or_empty(axis, spec, flat.leaves[i].value, spec.cut.shard_shape)
+        own_or_empty(axis, spec, flat.leaves[i].value, spec.cut.shard_shape).astype(
+            spec.shard_dtype
+        )
         for i, spec in zip(summable, specs, strict=True)
     ]
     for i, leaf in zip(
         summable, _differentiable(axis, specs, values, policy)(values), strict=True
     ):
-        full[i] = leaf
+        as_stored = policy.compute_dtype is None
+        full[i] = leaf.astype(flat_like.leaves[i].dtype) if as_stored else leaf
     return flat.rebuild(full)
 
 
@@ -134,7 +143,7 @@ def _check_dtypes(shard: Leaf, true: Leaf) -> None:
 
 
 def _spec(axis: Axis, shard: Leaf, true: Leaf, cut: Cut, policy: Policy) -> LeafSpec:
-    dtype = true.dtype
+    dtype = _summed(true.dtype)
     if policy.compute_dtype is not None:
         dtype = like_kind(dtype, policy.compute_dtype, true.path, "compute_dtype")
         check_width(dtype, f"the compute_dtype of leaf {true.path}")
@@ -145,11 +154,20 @@ def _spec(axis: Axis, shard: Leaf, true: Leaf, cut: Cut, policy: Policy) -> Leaf
         path=true.path,
         shape=true.shape,
         dtype=dtype,
-        shard_dtype=shard.dtype,
+        shard_dtype=_summed(shard.dtype),
         cut=cut,
         reduced=cut.layout == "whole",
         varying=further,
     )
+
+
+def _summed(dtype: str) -> str:
+    """Returns the dtype in which a leaf travels, and its gradients are added.
+
+    Sums of 8-bit floats would saturate or become NaN unnoticed, so that they travel in
+    float32; the result, and the gradient at last, are rounded to their own dtype.
+    """
+    return dtype if is_supported(dtype) else "float32"
 
 
 def _differentiable(
