@@ -1,8 +1,9 @@
 """Transport "nccl": the whole plan in one custom call, through XLA's communicator.
 
 The call takes all leaves and returns all shards. Its temporary memory is an operand
-that no other call uses (`_temp` says how), so that XLA sees it. XLA runs the call on the stream of its
-own collectives: two collectives of different communicators in flight may deadlock.
+that no other call uses (`_temp` says how), so that XLA sees it. XLA runs the call on
+the stream of its own collectives: two collectives of different communicators in flight
+may deadlock.
 """
 
 import dataclasses
