@@ -8,6 +8,7 @@ from jaxzero._estimate import DeviceBytes as DeviceBytes
 from jaxzero._estimate import MemoryEstimate as MemoryEstimate
 from jaxzero._estimate import estimate_memory as estimate_memory
 from jaxzero._ffi import CUSTOM_CALLS as CUSTOM_CALLS
+from jaxzero._ffi import register as register
 from jaxzero._gather_params import gather_params as gather_params
 from jaxzero._gathered import gathered as gathered
 from jaxzero._loss_scale import LossScale as LossScale
