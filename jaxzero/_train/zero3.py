@@ -30,6 +30,7 @@ from jaxzero._train.options import (
     check_mesh,
     checked_clip,
 )
+from jaxzero._train.processes import is_spread
 from jaxzero._train.programs import birth, loss_of_parts, loss_program, step_program
 from jaxzero._train.state import Metrics, TrainState
 from jaxzero._tree import PyTree
@@ -187,8 +188,9 @@ class Zero3:
         """Returns the state of step 0, born sharded.
 
         Args:
-          params: pytree of parameters in true shape, the same on every process, or
-            the function that makes them, which then runs under `jit` and writes
+          params: pytree of parameters in true shape, the same on every process (or
+            arrays of several processes, which are resharded on the devices), or the
+            function that makes them, which then runs under `jit` and writes
             shards: full parameters never exist on one device together.
           args: arguments of the function, such as a random key.
 
@@ -202,12 +204,16 @@ class Zero3:
             placed = birth(layout, self._mesh, params)(*args)
         else:
             layout = self._layout(params)
-            placed = [
-                layout.place(leaf, value, self._mesh)
-                for leaf, value in zip(
-                    layout.leaves, jax.tree.leaves(params), strict=True
-                )
-            ]
+            placed = (
+                birth(layout, self._mesh, lambda params: params)(params)
+                if is_spread(params)
+                else [
+                    layout.place(leaf, value, self._mesh)
+                    for leaf, value in zip(
+                        layout.leaves, jax.tree.leaves(params), strict=True
+                    )
+                ]
+            )
         sharded = layout.unflatten(placed)
         return TrainState(
             step=self._everywhere(jnp.zeros((), jnp.int32)),

@@ -104,6 +104,24 @@ def test_a_checkpoint_continues_on_another_mesh(
     assert int(state.step) == 6
 
 
+def test_parameters_may_be_arrays_of_several_processes(spmd: Spmd) -> None:
+    zero = make(spmd)
+    born = start(zero)
+    given = zero.export_state(born)["params"]
+    state = zero.init(given)
+    for found, right in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(born.params), strict=True
+    ):
+        assert found.sharding == right.sharding
+        for mine, its in zip(
+            found.addressable_shards, right.addressable_shards, strict=True
+        ):
+            np.testing.assert_array_equal(mine.data, its.data)
+    # The step donates the state, and what was given stays.
+    zero.step(state, training.batches(1)[0])
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
 def test_leaves_that_are_no_arrays_of_numbers(spmd: Spmd) -> None:
     def loss(params: Any, batch: Any) -> jax.Array:
         noise = jax.random.normal(batch["key"], (3,))
