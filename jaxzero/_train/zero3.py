@@ -30,8 +30,13 @@ from jaxzero._train.options import (
     check_mesh,
     checked_clip,
 )
-from jaxzero._train.processes import is_spread
-from jaxzero._train.programs import birth, loss_of_parts, loss_program, step_program
+from jaxzero._train.programs import (
+    birth,
+    loss_of_parts,
+    loss_program,
+    placed_shards,
+    step_program,
+)
 from jaxzero._train.state import Metrics, TrainState
 from jaxzero._tree import PyTree
 
@@ -77,9 +82,8 @@ def zero3(
       policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
       cuts: as for `shard_grads`; for a stacked leaf, the cut of each layer.
       replicate_axis: axis or axes along which shards are copies (hybrid sharding).
-      layers: globs of key paths, such as `"blocks/*"`; each subtree that matches is one
-        layer. `loss_fn` gets its shards, and gives them to functions made by
-        `gathered`, so that full parameters exist one layer at a time.
+      layers: globs of key paths, such as `"blocks/*"`, of one layer each: `loss_fn` gets
+        its shards and gives them to functions made by `gathered`.
       stacked: the same for layers stacked along dimension 0, for `lax.scan`.
       accumulate: microbatches that a batch is split into. Their gradients are added in
         the dtype of the shards: give 16-bit parameters `policy.shard_dtype`.
@@ -178,9 +182,8 @@ class Zero3:
     def batch_shardings(self, batch: PyTree) -> PyTree:
         """Returns the sharding of each leaf of a batch, as `batch_dims` says.
 
-        For batches that several processes build from what each has read, `local`:
-        `jax.tree.map(jax.make_array_from_process_local_data,
-        zero.batch_shardings(local), local)`.
+        Several processes build a batch from what each has read, `local`:
+        `jax.tree.map(jax.make_array_from_process_local_data, shardings, local)`.
         """
         return placing.batch_shardings(batch, self._options, self._mesh)
 
@@ -204,16 +207,7 @@ class Zero3:
             placed = birth(layout, self._mesh, params)(*args)
         else:
             layout = self._layout(params)
-            placed = (
-                birth(layout, self._mesh, lambda params: params)(params)
-                if is_spread(params)
-                else [
-                    layout.place(leaf, value, self._mesh)
-                    for leaf, value in zip(
-                        layout.leaves, jax.tree.leaves(params), strict=True
-                    )
-                ]
-            )
+            placed = placed_shards(layout, self._mesh, params)
         sharded = layout.unflatten(placed)
         return TrainState(
             step=self._everywhere(jnp.zeros((), jnp.int32)),
