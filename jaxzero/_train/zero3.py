@@ -82,8 +82,8 @@ def zero3(
       policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
       cuts: as for `shard_grads`; for a stacked leaf, the cut of each layer.
       replicate_axis: axis or axes along which shards are copies (hybrid sharding).
-      layers: globs of key paths, such as `"blocks/*"`, of one layer each: `loss_fn` gets
-        its shards and gives them to functions made by `gathered`.
+      layers: globs of key paths, such as `"blocks/*"`, of one layer each: `loss_fn`
+        gets its shards and gives them to functions made by `gathered`.
       stacked: the same for layers stacked along dimension 0, for `lax.scan`.
       accumulate: microbatches that a batch is split into. Their gradients are added in
         the dtype of the shards: give 16-bit parameters `policy.shard_dtype`.
