@@ -6,12 +6,11 @@ Static and hashable, so that it can travel inside a train state as tree structur
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxzero._cut import Cut, CutOption, Shape
@@ -218,10 +217,3 @@ class Layout:
     def unflatten(self, values: Sequence[Any]) -> PyTree:
         """Returns a tree in the user's structure."""
         return jax.tree.unflatten(self.treedef, values)
-
-    def place(self, leaf: LeafLayout, value: Any, mesh: Mesh) -> jax.Array:
-        """Returns a parameter with values as a global array."""
-        padded = leaf.to_global(np.asarray(value), np)
-        read: Callable[[Any], np.ndarray] = lambda index: padded[index]  # noqa: E731
-        sharding = NamedSharding(mesh, leaf.spec(self.names))
-        return jax.make_array_from_callback(padded.shape, sharding, read)

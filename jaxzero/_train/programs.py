@@ -14,7 +14,6 @@ from jaxzero._train.batch_dims import dims_of
 from jaxzero._train.layout import Layout
 from jaxzero._train.optimizer import ShardedOptimizer
 from jaxzero._train.options import LossFn, StepOptions
-from jaxzero._train.processes import is_spread
 from jaxzero._train.state import Metrics, TrainState
 from jaxzero._train.step import local_loss, local_step
 from jaxzero._tree import PyTree
@@ -32,18 +31,6 @@ def birth(layout: Layout, mesh: Mesh, init_fn: Callable[..., PyTree]) -> Any:
         ]
 
     return jax.jit(make, out_shardings=shardings)
-
-
-def placed_shards(layout: Layout, mesh: Mesh, params: PyTree) -> list[jax.Array]:
-    """Returns parameters in true shape as global arrays of shards, in tree order."""
-    if is_spread(params):
-        # No process can read them, so the devices reshard them.
-        spread: list[jax.Array] = birth(layout, mesh, lambda params: params)(params)
-        return spread
-    return [
-        layout.place(leaf, value, mesh)
-        for leaf, value in zip(layout.leaves, jax.tree.leaves(params), strict=True)
-    ]
 
 
 def step_program(options: StepOptions, mesh: Mesh, optimizer: ShardedOptimizer) -> Any:

@@ -1,21 +1,19 @@
 """A train state from true shapes, as checkpoints hold it, on any mesh."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jax.tree_util import keystr
 
-from jaxzero._cut import Shape
 from jaxzero._loss_scale import LossScaleState
-from jaxzero._train.export import Exported, auto_shardings, even_spec
+from jaxzero._train.export import Exported
 from jaxzero._train.layout import Layout, LeafLayout
 from jaxzero._train.optimizer_layout import match_leaves
+from jaxzero._train.place import Place, param_places, place_leaves
 from jaxzero._tree import PyTree
 
 
@@ -38,7 +36,6 @@ def from_true(
     exported: Exported,
     layout: Layout,
     opt_shapes: PyTree,
-    opt_specs: PyTree,
     loss_scale: LossScaleState | None,
     mesh: Mesh,
 ) -> Exported:
@@ -49,77 +46,44 @@ def from_true(
         none.
       layout: the layout that is wanted.
       opt_shapes: the optimizer's state on one rank of this layout.
-      opt_specs: specs of its leaves.
       loss_scale: the first loss scale, or None.
       mesh: the mesh that is wanted.
 
     Raises:
       ValueError: naming the first leaf that does not fit.
     """
-    wanted: Exported = {
-        "step": jax.ShapeDtypeStruct((), jnp.int32),
-        "params": layout.unflatten(
-            [jax.ShapeDtypeStruct(leaf.shape, leaf.stored) for leaf in layout.leaves]
-        ),
-        "opt_state": opt_shapes,
-    }
-    specs: Exported = {"step": P(), "params": layout.specs, "opt_state": opt_specs}
     moments = match_leaves(opt_shapes, layout.leaves, lambda leaf: leaf.shard_shape)
-    owners: dict[str, Sequence[LeafLayout | None]] = {
-        "step": [None],
-        "params": layout.leaves,
-        "opt_state": moments,
+    wanted: Exported = {
+        "step": _places(jax.ShapeDtypeStruct((), jnp.int32), [None]),
+        "params": layout.unflatten(param_places(layout)),
+        "opt_state": _places(opt_shapes, moments),
     }
     if loss_scale is not None and exported.get("loss_scale") is not None:
-        wanted["loss_scale"] = jax.eval_shape(lambda: loss_scale)
-        specs["loss_scale"] = jax.tree.map(lambda _: P(), loss_scale)
-        owners["loss_scale"] = [None] * len(loss_scale)
-    shapes, structure = jax.tree.flatten(wanted)
-    flat_owners = [owner for part in sorted(owners) for owner in owners[part]]
-    places = [
-        _Place(
-            shape=leaf.shape if owner is None else owner.shape,
-            dtype=leaf.dtype,
-            owner=owner,
-            saved=P() if owner is None else even_spec(layout, owner.shape),
-            spec=spec,
-        )
-        for leaf, owner, spec in zip(
-            shapes,
-            flat_owners,
-            jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P)),
-            strict=True,
-        )
-    ]
+        scale = jax.eval_shape(lambda: loss_scale)
+        wanted["loss_scale"] = _places(scale, [None] * len(scale))
     found = {part: exported[part] for part in wanted if part in exported}
-    values = _leaves_like(found, jax.tree.unflatten(structure, places))
-    placed: Exported = jax.tree.unflatten(structure, _placed(places, values, mesh))
+    values = _leaves_like(found, wanted)
+    places, structure = jax.tree.flatten(wanted)
+    placed: Exported = jax.tree.unflatten(
+        structure, place_leaves(layout, places, values, mesh)
+    )
     return placed
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a leaf in true shape belongs.
-
-    Attributes:
-      shape: its true shape.
-      dtype: the dtype that is wanted.
-      owner: the parameter whose layout it takes; None if it stays as it is.
-      saved: spec of the exported array.
-      spec: spec of the global array.
-    """
-
-    shape: Shape
-    dtype: Any
-    owner: LeafLayout | None
-    saved: P
-    spec: P
-
-    def convert(self, value: Any, xp: Any = jnp) -> Any:
-        """Returns the value in the shape and dtype that are wanted."""
-        if self.owner is not None:
-            return self.owner.to_global(value, xp, self.dtype)
-        return value if value.dtype == self.dtype else value.astype(self.dtype)
+def _places(shapes: PyTree, owners: Sequence[LeafLayout | None]) -> PyTree:
+    """Returns the places of leaves, of which some lie as a parameter does."""
+    leaves, structure = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(
+        structure,
+        [
+            Place(
+                shape=leaf.shape if owner is None else owner.shape,
+                dtype=leaf.dtype,
+                owner=owner,
+            )
+            for leaf, owner in zip(leaves, owners, strict=True)
+        ],
+    )
 
 
 _FIX = "Give the state of the same model and optimizer, as export_state returns it"
@@ -161,27 +125,3 @@ def _names(keys: Any) -> tuple[str, ...]:
 
 def _path(keys: Any) -> str:
     return f"{keys[0].key}{keystr(keys[1:])}"
-
-
-def _placed(
-    places: Sequence[_Place], values: Sequence[Any], mesh: Mesh
-) -> list[jax.Array]:
-    """Returns leaves in true shape as global arrays."""
-    shardings = [NamedSharding(mesh, place.spec) for place in places]
-    placed: dict[int, jax.Array] = {}
-    arrays: dict[int, jax.Array] = {}
-    for i, (place, value) in enumerate(zip(places, values, strict=True)):
-        if isinstance(value, jax.Array):
-            even = auto_shardings(NamedSharding(mesh, place.saved))
-            arrays[i] = jax.device_put(value, even)
-        else:
-            host = place.convert(np.asarray(value), np)
-            read: Callable[[Any], np.ndarray] = host.__getitem__
-            placed[i] = jax.make_array_from_callback(host.shape, shardings[i], read)
-    # One program for all, whose results are no aliases: the next step may donate them.
-    converted = jax.jit(
-        lambda arrays: {i: places[i].convert(value) for i, value in arrays.items()},
-        out_shardings={i: auto_shardings(shardings[i]) for i in arrays},
-    )(arrays)
-    placed |= jax.device_put(converted, {i: shardings[i] for i in arrays})
-    return [placed[i] for i in range(len(places))]

@@ -30,13 +30,8 @@ from jaxzero._train.options import (
     check_mesh,
     checked_clip,
 )
-from jaxzero._train.programs import (
-    birth,
-    loss_of_parts,
-    loss_program,
-    placed_shards,
-    step_program,
-)
+from jaxzero._train.place import param_places, place_leaves
+from jaxzero._train.programs import birth, loss_of_parts, loss_program, step_program
 from jaxzero._train.state import Metrics, TrainState
 from jaxzero._tree import PyTree
 
@@ -191,8 +186,8 @@ class Zero3:
         """Returns the state of step 0, born sharded.
 
         Args:
-          params: pytree of parameters in true shape, the same on every process (or
-            arrays of several processes, which are resharded on the devices), or the
+          params: pytree of parameters in true shape: NumPy arrays, the same on every
+            process, or arrays on any devices, which send them to each other; or the
             function that makes them, which then runs under `jit` and writes
             shards: full parameters never exist on one device together.
           args: arguments of the function, such as a random key.
@@ -207,7 +202,8 @@ class Zero3:
             placed = birth(layout, self._mesh, params)(*args)
         else:
             layout = self._layout(params)
-            placed = placed_shards(layout, self._mesh, params)
+            leaves = jax.tree.leaves(params)
+            placed = place_leaves(layout, param_places(layout), leaves, self._mesh)
         sharded = layout.unflatten(placed)
         return TrainState(
             step=self._everywhere(jnp.zeros((), jnp.int32)),
@@ -354,7 +350,6 @@ class Zero3:
             exported,
             layout,
             self._optimizer.shapes(layout),
-            self._optimizer.specs(layout),
             first,
             self._mesh,
         )

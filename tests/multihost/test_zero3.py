@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import training
 from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from multihost.spmd import Spmd, assert_alike, everyones
 
 import jaxzero
@@ -104,10 +106,19 @@ def test_a_checkpoint_continues_on_another_mesh(
     assert int(state.step) == 6
 
 
-def test_parameters_may_be_arrays_of_several_processes(spmd: Spmd) -> None:
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parameters_may_be_arrays_of_several_processes(
+    spmd: Spmd, kind: AxisType
+) -> None:
     zero = make(spmd)
     born = start(zero)
     given = zero.export_state(born)["params"]
+    # Devices in another order, arrays of one process, and of none.
+    turned = Mesh(spmd.mesh.devices[::-1], ("data",), axis_types=(kind,))
+    given["in"] = jax.device_put(given["in"], NamedSharding(turned, P()))
+    out = multihost_utils.process_allgather(given["out"], tiled=True)
+    given["out"] = jnp.asarray(out)
+    given["bias"] = np.float32(0)
     state = zero.init(given)
     for found, right in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(born.params), strict=True
@@ -119,7 +130,8 @@ def test_parameters_may_be_arrays_of_several_processes(spmd: Spmd) -> None:
             np.testing.assert_array_equal(mine.data, its.data)
     # The step donates the state, and what was given stays.
     zero.step(state, training.batches(1)[0])
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    arrays = [leaf for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)]
+    assert not any(leaf.is_deleted() for leaf in arrays)
 
 
 def test_leaves_that_are_no_arrays_of_numbers(spmd: Spmd) -> None:

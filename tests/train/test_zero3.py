@@ -408,6 +408,20 @@ def test_concrete_parameters_start_the_same_state(make_mesh: MakeMesh) -> None:
         assert a.sharding == b.sharding
 
 
+def test_arrays_stay_on_devices(make_mesh: MakeMesh) -> None:
+    zero = zero3(training.loss, optax.adam(1e-2), make_mesh(3))
+    born = zero.init(training.init, jax.random.key(KEY))
+    params = zero.export_state(born)["params"]
+    state = zero.init(params)
+    # JAX keeps with an array on several devices what it has sent to the host.
+    assert all(leaf._npy_value is None for leaf in jax.tree.leaves(params))
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(born), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding == b.sharding
+    jax.block_until_ready(zero.step(state, training.batches(1)[0]))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
 def test_the_state_is_donated(make_mesh: MakeMesh) -> None:
     zero = zero3(training.loss, optax.adam(1e-2), make_mesh(4))
     state = zero.init(training.init, jax.random.key(0))
