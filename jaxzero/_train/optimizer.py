@@ -26,23 +26,23 @@ class ShardedOptimizer:
         self._optimizer = optimizer
         self._mesh = mesh
         self._known: dict[Layout, tuple[PyTree, list[LeafLayout | None]]] = {}
+        self.init = jax.jit(self._first, static_argnums=0)
+        """(layout, global parameters) -> first state; compiled once per layout."""
 
-    def init(self, layout: Layout) -> Callable[[PyTree], PyTree]:
-        """Returns the jitted function from global parameters to the first state."""
+    def _first(self, layout: Layout, params: PyTree) -> PyTree:
+        """Returns the first state for global parameters; the function of `init`."""
 
         def init(params: PyTree) -> PyTree:
             axis = bind_axis(layout.names, None, "zero3")
             return self._optimizer.init(empty_as_constants(axis, params))
 
-        mapped: Callable[[PyTree], PyTree] = jax.jit(
-            jax.shard_map(
-                init,
-                mesh=self._mesh,
-                in_specs=(layout.specs,),
-                out_specs=self.specs(layout),
-            )
+        mapped: Callable[[PyTree], PyTree] = jax.shard_map(
+            init,
+            mesh=self._mesh,
+            in_specs=(layout.specs,),
+            out_specs=self.specs(layout),
         )
-        return mapped
+        return mapped(params)
 
     def shapes(self, layout: Layout) -> PyTree:
         """Returns shapes and dtypes of its state on one rank."""

@@ -208,7 +208,7 @@ class Zero3:
         return TrainState(
             step=self._everywhere(jnp.zeros((), jnp.int32)),
             params=sharded,
-            opt_state=self._optimizer.init(layout)(sharded),
+            opt_state=self._optimizer.init(layout, sharded),
             loss_scale=self._everywhere(self._first_loss_scale()),
             layout=layout,
         )

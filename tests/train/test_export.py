@@ -13,7 +13,6 @@ from conftest import MakeMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxzero import LossScale, Policy, zero3
-from jaxzero._train import export
 
 CUTS = {"in": 1, "blocks": None, "out": "whole", "bias": None}
 BEFORE, AFTER = 3, 3
@@ -361,18 +360,42 @@ def test_states_that_do_not_fit_are_refused(
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_a_second_export_compiles_nothing() -> None:
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the programs that XLA has compiled; grows."""
+    names: list[str] = []
 
-    def loss_fn(params: Any, batch: Any) -> Any:
+    def listen(event: str, duration: float, **of: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(of["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_the_second_time_nothing_compiles(
+    make_mesh: MakeMesh, compiled: list[str], kind: str
+) -> None:
+    # No other test has this width.
+    mesh, width = make_mesh(3, kind=kind), {"auto": 31, "explicit": 37}[kind]
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
         return jnp.mean(batch @ params["w"])
 
-    zero = zero3(loss_fn, optax.sgd(0.1), mesh)
-    state = zero.init({"w": jnp.ones(3)})
-    zero.export_state(state)
-    before = export._to_true._cache_size()
-    state, _ = zero.step(state, jnp.ones((2, 3)))
-    found = zero.export_state(state)["params"]["w"]
-    assert before >= 1
-    assert export._to_true._cache_size() == before
-    np.testing.assert_allclose(found, np.full(3, 0.9), rtol=1e-6)
+    zero = zero3(loss, optax.adam(0.1), mesh, loss_scale=SCALE)
+    found = []
+    for scale in (1.0, 2.0):
+        state = zero.init({"w": jnp.full(width, scale)})
+        exported = zero.export_state(state)
+        again = zero.import_state(exported)
+        host = zero.import_state(jax.device_get(exported))
+        for one in (state, exported, again, host):
+            shown = one["params"] if isinstance(one, dict) else one.params
+            np.testing.assert_array_equal(np.asarray(shown["w"])[:width], scale)
+        found.append(list(compiled))
+        compiled.clear()
+    first, second = found
+    assert len(first) >= 3
+    assert not second
