@@ -35,7 +35,7 @@ def saved_params(exported: Any) -> PyTree:
 def from_true(
     exported: Exported,
     layout: Layout,
-    opt_shapes: PyTree,
+    opt_shapes: PyTree | None,
     loss_scale: LossScaleState | None,
     mesh: Mesh,
 ) -> Exported:
@@ -45,19 +45,21 @@ def from_true(
       exported: what `to_true` returned, on any mesh; a part without a loss scale has
         none.
       layout: the layout that is wanted.
-      opt_shapes: the optimizer's state on one rank of this layout.
+      opt_shapes: the optimizer's state on one rank of this layout; None to leave that
+        part out.
       loss_scale: the first loss scale, or None.
       mesh: the mesh that is wanted.
 
     Raises:
       ValueError: naming the first leaf that does not fit.
     """
-    moments = match_leaves(opt_shapes, layout.leaves, lambda leaf: leaf.shard_shape)
     wanted: Exported = {
         "step": _places(jax.ShapeDtypeStruct((), jnp.int32), [None]),
         "params": layout.unflatten(param_places(layout)),
-        "opt_state": _places(opt_shapes, moments),
     }
+    if opt_shapes is not None:
+        owners = match_leaves(opt_shapes, layout.leaves, lambda leaf: leaf.shard_shape)
+        wanted["opt_state"] = _places(opt_shapes, owners)
     if loss_scale is not None and exported.get("loss_scale") is not None:
         scale = jax.eval_shape(lambda: loss_scale)
         wanted["loss_scale"] = _places(scale, [None] * len(scale))
@@ -102,21 +104,28 @@ def _leaves_like(tree: PyTree, places: PyTree) -> list[Any]:
         if _names(keys) not in found:
             raise ValueError(
                 f"import_state: there is no leaf {_path(keys)}; expected one of shape "
-                f"{place.shape}. {_FIX}."
+                f"{place.shape}. {_fix(keys)}."
             )
         _, value = found.pop(_names(keys))
         if np.shape(value) != tuple(place.shape):
             raise ValueError(
                 f"import_state: leaf {_path(keys)} has shape {np.shape(value)}; "
-                f"expected {place.shape}. {_FIX}, in true shapes."
+                f"expected {place.shape}. {_fix(keys, ', in true shapes')}."
             )
         values.append(value)
     for keys, _ in found.values():
         raise ValueError(
             f"import_state: there is a leaf {_path(keys)}; expected none of that name. "
-            f"{_FIX}."
+            f"{_fix(keys)}."
         )
     return values
+
+
+def _fix(keys: Any, shapes: str = "") -> str:
+    """Returns what to do about a leaf that does not fit."""
+    if keys[0].key != "opt_state":
+        return f"{_FIX}{shapes}"
+    return f"{_FIX}{shapes}; or reset_optimizer=True to take the rest without it"
 
 
 def _names(keys: Any) -> tuple[str, ...]:

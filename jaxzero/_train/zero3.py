@@ -326,7 +326,11 @@ class Zero3:
         return export.to_true(state, self._mesh)
 
     def import_state(
-        self, exported: dict[str, PyTree], *, like: PyTree | None = None
+        self,
+        exported: dict[str, PyTree],
+        *,
+        like: PyTree | None = None,
+        reset_optimizer: bool = False,
     ) -> TrainState:
         """Returns the state that `export_state` returned, here or on another mesh.
 
@@ -335,6 +339,9 @@ class Zero3:
           like: the parameters or their true shapes and dtypes, where those of
             `exported` differ in dtype (`policy.shard_dtype`) or have become dicts
             in place of modules; leaves are then found by name.
+          reset_optimizer: start the optimizer anew, as `init` does, whatever state of
+            one `exported` holds. The step goes on; schedules start again, because
+            optimizers count for themselves.
 
         Returns:
           A state in the layout of this mesh and policy. A loss scale that `exported`
@@ -346,20 +353,12 @@ class Zero3:
         """
         layout = self._layout(restore.saved_params(exported) if like is None else like)
         first = self._first_loss_scale()
-        placed = restore.from_true(
-            exported,
-            layout,
-            self._optimizer.shapes(layout),
-            first,
-            self._mesh,
-        )
-        return TrainState(
-            step=placed["step"],
-            params=placed["params"],
-            opt_state=placed["opt_state"],
-            loss_scale=placed.get("loss_scale", self._everywhere(first)),
-            layout=layout,
-        )
+        opt_shapes = None if reset_optimizer else self._optimizer.shapes(layout)
+        placed = restore.from_true(exported, layout, opt_shapes, first, self._mesh)
+        if reset_optimizer:
+            placed["opt_state"] = self._optimizer.init(layout, placed["params"])
+        placed.setdefault("loss_scale", self._everywhere(first))
+        return TrainState(**placed, layout=layout)
 
     def export_template(
         self, params: PyTree | Callable[..., PyTree], *args: Any

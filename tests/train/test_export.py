@@ -304,6 +304,38 @@ def test_a_state_without_a_loss_scale_starts_one(
     assert state.loss_scale is None
 
 
+@pytest.mark.parametrize("part", ["kept", "left out"])
+def test_another_optimizer_starts_anew(
+    make_mesh: MakeMesh, saved: Any, part: str
+) -> None:
+    exported = saved() if part == "kept" else without(saved(), "opt_state")
+    data = training.batches(BEFORE + AFTER)[BEFORE:]
+    lion = optax.lion(optax.linear_schedule(1e-2, 0.0, 2 * AFTER))
+    want, want_params = training.unsharded(
+        training.loss_stacked, lion, copies(exported["params"]), data
+    )
+    zero = zero3(training.loss_stacked, lion, make_mesh(3), stacked="blocks")
+    state = zero.import_state(exported, reset_optimizer=True)
+    assert int(state.step) == BEFORE
+    curve, state = training.sharded(zero, state, data)
+    np.testing.assert_allclose(curve, want, rtol=2e-4)
+    for one, other in zip(
+        jax.tree.leaves(zero.export_state(state)["params"]),
+        jax.tree.leaves(want_params),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
+    assert int(state.step) == BEFORE + AFTER
+
+
+def test_an_optimizer_that_starts_anew_keeps_the_loss_scale(
+    make_mesh: MakeMesh, saved: Any
+) -> None:
+    kept = make(make_mesh(2)).import_state(saved(), reset_optimizer=True)
+    assert float(kept.loss_scale.scale) == float(saved()["loss_scale"].scale) != 8.0
+    assert not np.any(kept.opt_state[0].mu["in"])
+
+
 def narrower(exported: Tree) -> Tree:
     return exported | {"params": exported["params"] | {"in": np.ones((5, 4))}}
 
@@ -331,7 +363,7 @@ def without(tree: Tree, name: str) -> Tree:
         (
             lambda e: of_a_model_with(e, "head"),
             False,
-            ("opt_state[0].mu['head']", "expected none"),
+            ("opt_state[0].mu['head']", "expected none", "reset_optimizer=True"),
         ),
         (
             lambda e: e | {"params": without(e["params"], "out")},
@@ -341,12 +373,12 @@ def without(tree: Tree, name: str) -> Tree:
         (
             lambda e: e | {"opt_state": optax.sgd(0.1, 0.9).init(e["params"])},
             False,
-            ("opt_state[0].count", "optimizer"),
+            ("opt_state[0].count", "reset_optimizer=True"),
         ),
         (
             lambda e: e | {"opt_state": optax.lion(0.1).init(e["params"])},
             False,
-            ("opt_state[0].nu['bias']", "optimizer"),
+            ("opt_state[0].nu['bias']", "reset_optimizer=True"),
         ),
     ],
 )
