@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxzero._memory.live import array_bytes
 from jaxzero._memory.step import Leaves, Step, shard_bytes
 from jaxzero._train.layout import Group
+from jaxzero._transports.alive import array_bytes
 
 LAYERS_OUTSIDE_LOOP = 2
 """Of stacked layers `apply_layers` differentiates the last and the first one apart."""

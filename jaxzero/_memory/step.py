@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from jaxzero._cut import cut_leaf
 from jaxzero._dtypes import check_summable, like_kind
-from jaxzero._memory.live import Alive, array_bytes, gathering, reducing
 from jaxzero._plan import LIMITS, LeafSpec, build_plan
 from jaxzero._policy import Policy
 from jaxzero._train.layout import Group, Layout, LeafLayout
 from jaxzero._train.options import Sync
+from jaxzero._transports.alive import Alive, array_bytes, gathering, reducing
 
 Leaves = Sequence[LeafLayout]
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxzero._collectives.shard_params import partition_spec
 from jaxzero._cut import Cut, CutOption, Shape
-from jaxzero._shard_params import partition_spec
 from jaxzero._tree import PyTree, path_name
 
 

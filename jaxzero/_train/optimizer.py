@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxzero._axis import aval_varies, bind_axis
+from jaxzero._empty import empty_as_constants
 from jaxzero._train.elementwise import check_any_shape, check_elementwise
-from jaxzero._train.empty import empty_as_constants
 from jaxzero._train.layout import Layout, LeafLayout
 from jaxzero._train.optimizer_layout import check_replicated, match_leaves
 from jaxzero._train.options import Optimizer

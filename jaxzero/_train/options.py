@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 from jax.sharding import Mesh
 
 from jaxzero._axis import AxisName
-from jaxzero._loss_scale import LossScale
+from jaxzero._norms.loss_scale import LossScale
 from jaxzero._policy import Policy
 from jaxzero._train.make_layout import Globs
 from jaxzero._tree import PyTree

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxzero._loss_scale import LossScaleState
+from jaxzero._norms.loss_scale import LossScaleState
 from jaxzero._train.layout import Layout
 from jaxzero._tree import PyTree
 

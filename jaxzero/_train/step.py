@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxzero._axis import Axis, bind_axis
-from jaxzero._norm import global_norm
-from jaxzero._train.empty import empty_as_constants
+from jaxzero._empty import empty_as_constants
+from jaxzero._norms.global_norm import global_norm
 from jaxzero._train.grads import Gradients
 from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import CutTree
-from jaxzero._loss_scale import LossScale, LossScaleState
+from jaxzero._norms.loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
 from jaxzero._train import export, restore
 from jaxzero._train.batch import Batches, batch_shardings, batch_spec

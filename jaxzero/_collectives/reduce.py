@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxzero._axis import Axis, mask_to_first
+from jaxzero._collectives.debug import log_nonfinite
 from jaxzero._cut import Cut, Shape
-from jaxzero._debug import log_nonfinite
 from jaxzero._dtypes import component_bytes
+from jaxzero._norms.stats import of_rank
 from jaxzero._plan import LIMITS, Bucket, LeafSpec, Plan, build_plan
 from jaxzero._policy import Policy
-from jaxzero._stats import of_rank
 from jaxzero._transports import TRANSPORTS, Choice, choose
 
 Arrays = Sequence[jax.Array]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxzero._axis import Axis, AxisName, bind_axis, check_not_auto_sharded, varying
+from jaxzero._collectives.reduce import own_or_empty, plan_reduction, reduce_leaves
 from jaxzero._cut import Cut, CutTree, cut_leaf
 from jaxzero._dtypes import is_supported, kind, like_kind
 from jaxzero._plan import LIMITS, LeafSpec, build_plan
 from jaxzero._policy import Policy
-from jaxzero._reduce import own_or_empty, plan_reduction, reduce_leaves
 from jaxzero._transports import TRANSPORTS, choose
 from jaxzero._tree import (
     Leaf,

@@ -3,12 +3,12 @@
 from typing import Any, Literal, overload
 
 from jaxzero._axis import Axis, AxisName, bind_axis, check_not_auto_sharded, varying
+from jaxzero._collectives.reduce import plan_reduction, reduce_leaves
 from jaxzero._cut import CutTree
 from jaxzero._dtypes import component_dtype, is_supported, kind
+from jaxzero._norms.stats import Stats, of_all_ranks
 from jaxzero._plan import LeafSpec
 from jaxzero._policy import Policy
-from jaxzero._reduce import plan_reduction, reduce_leaves
-from jaxzero._stats import Stats, of_all_ranks
 from jaxzero._tree import (
     Leaf,
     PyTree,

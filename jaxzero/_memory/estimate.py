@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from jaxzero._cut import CutTree
-from jaxzero._memory.live import array_bytes
 from jaxzero._memory.moments import Moment, moments
 from jaxzero._memory.step import Step, shard_bytes
 from jaxzero._plan_table import format_bytes
@@ -14,6 +13,7 @@ from jaxzero._policy import Policy
 from jaxzero._train.layout import Layout
 from jaxzero._train.make_layout import Globs, make_layout
 from jaxzero._train.options import Optimizer, Sync, check_choices
+from jaxzero._transports.alive import array_bytes
 from jaxzero._tree import PyTree
 
 PARTS = {

@@ -10,8 +10,8 @@ from jax import lax
 
 from jaxzero._axis import Axis, AxisName, bind_axis, varying
 from jaxzero._cut import CutTree
-from jaxzero._l2 import divided
-from jaxzero._norm import tree_norm
+from jaxzero._norms.global_norm import tree_norm
+from jaxzero._norms.scaled_sum import divided
 from jaxzero._policy import Policy
 from jaxzero._tree import Leaf, PyTree, flatten
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxzero._axis import Axis, AxisName, bind_axis
 from jaxzero._cut import Cut, CutOption, CutTree, cut_leaf
 from jaxzero._dtypes import kind
-from jaxzero._l2 import norm_function, stack
+from jaxzero._norms.scaled_sum import norm_function, stack
 from jaxzero._policy import Policy
 from jaxzero._tree import (
     Leaf,
