@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 
 from jaxzero._apply_layers import apply_layers as apply_layers
 from jaxzero._collectives.gather_params import gather_params as gather_params
+from jaxzero._collectives.make_plan import make_plan as make_plan
 from jaxzero._collectives.shard_grads import shard_grads as shard_grads
 from jaxzero._collectives.shard_params import shard_params as shard_params
 from jaxzero._collectives.shard_params import unshard_params as unshard_params
@@ -20,13 +21,12 @@ from jaxzero._norms.global_norm import global_norm as global_norm
 from jaxzero._norms.loss_scale import LossScale as LossScale
 from jaxzero._norms.loss_scale import LossScaleState as LossScaleState
 from jaxzero._norms.stats import Stats as Stats
-from jaxzero._plan import Plan as Plan
+from jaxzero._plan import ReducePlan as ReducePlan
 from jaxzero._policy import Policy as Policy
 from jaxzero._train.state import Metrics as Metrics
 from jaxzero._train.state import TrainState as TrainState
 from jaxzero._train.zero3 import Zero3 as Zero3
 from jaxzero._train.zero3 import zero3 as zero3
-from jaxzero._tree import make_plan as make_plan
 
 try:
     __version__ = _version("jaxzero")

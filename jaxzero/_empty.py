@@ -1,4 +1,10 @@
-"""Keeps arrays without elements out of compiled steps."""
+"""Keeps arrays without elements out of compiled programs.
+
+Every operation on an empty argument is folded away in the end, and XLA's Shardy passes
+read out of bounds when an argument of a shard_map turns out to be unused: a crash,
+sometimes, with JAX 0.11.2. An argument that the traced program never uses JAX itself
+removes, so a constant in its place is safe.
+"""
 
 from typing import Any
 
@@ -6,15 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxzero._axis import Axis, varying
-from jaxzero._tree import PyTree
+
+PyTree = Any
 
 
 def empty_as_constants(axis: Axis, tree: PyTree) -> PyTree:
-    """Returns a tree with constants in place of leaves without elements.
-
-    As `own_or_empty` does for single leaves, and for its reason: XLA may crash on an
-    empty argument of a shard_map whose uses are all folded away.
-    """
+    """Returns a tree with constants in place of arrays without elements."""
 
     def constant(leaf: Any) -> Any:
         if jnp.size(leaf):

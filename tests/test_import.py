@@ -17,7 +17,7 @@ PUBLIC = {
     "LossScaleState",
     "MemoryEstimate",
     "Metrics",
-    "Plan",
+    "ReducePlan",
     "Policy",
     "Stats",
     "TrainState",

@@ -12,7 +12,8 @@ import pytest
 
 import jaxzero
 from jaxzero import Policy
-from jaxzero._tree import broadcast_cuts, check_width, flatten, leaf_spec, match
+from jaxzero._collectives.leaves import leaf_spec
+from jaxzero._tree import broadcast_cuts, check_width, flatten, match
 
 Pair = collections.namedtuple("Pair", ["w", "b"])
 

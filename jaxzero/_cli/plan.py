@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxzero import MemoryEstimate, Plan, Policy, estimate_memory, make_plan
+from jaxzero import MemoryEstimate, Policy, ReducePlan, estimate_memory, make_plan
 from jaxzero._cli.arguments import Parser, UsageError, add_count, whole_number
 from jaxzero._cli.models import LAYERS, MODELS, Params, num_elements
 
@@ -187,7 +187,10 @@ def _grads(params: Any, policy: Policy) -> Any:
 
 
 def _report(
-    options: argparse.Namespace, params: Params, plan: Plan, estimate: MemoryEstimate
+    options: argparse.Namespace,
+    params: Params,
+    plan: ReducePlan,
+    estimate: MemoryEstimate,
 ) -> str:
     copies = f" x {options.replicas} replicas" if options.replicas > 1 else ""
     what = (
@@ -209,7 +212,10 @@ def _report(
 
 
 def _summary(
-    options: argparse.Namespace, params: Params, plan: Plan, estimate: MemoryEstimate
+    options: argparse.Namespace,
+    params: Params,
+    plan: ReducePlan,
+    estimate: MemoryEstimate,
 ) -> dict[str, Any]:
     return {
         "model": options.model,

@@ -1,23 +1,14 @@
 """shard_grads: a full gradient per rank in, one shard per rank out."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
-from jaxzero._axis import Axis, AxisName, bind_axis, check_not_auto_sharded, varying
+from jaxzero._axis import AxisName, bind_axis
+from jaxzero._collectives.leaves import read_leaves
 from jaxzero._collectives.reduce import plan_reduction, reduce_leaves
 from jaxzero._cut import CutTree
-from jaxzero._dtypes import component_dtype, is_supported, kind
 from jaxzero._norms.stats import Stats, of_all_ranks
-from jaxzero._plan import LeafSpec
 from jaxzero._policy import Policy
-from jaxzero._tree import (
-    Leaf,
-    PyTree,
-    broadcast_cuts,
-    check_width,
-    flatten,
-    leaf_spec,
-    match,
-)
+from jaxzero._tree import PyTree
 
 
 @overload
@@ -114,75 +105,8 @@ def shard_grads(
       [0. 1. 2. 3.]
     """
     axis = bind_axis(axis_name, replicate_axis, "shard_grads")
-    flat = flatten(grads, "grads")
-    sums = None if into is None else match(into, flat, "into", "grads")
-    options = broadcast_cuts(cuts, grads, flat)
-    specs = [
-        _spec(axis, leaf, option, policy, None if sums is None else sums.leaves[i])
-        for i, (leaf, option) in enumerate(zip(flat.leaves, options, strict=True))
-    ]
-    shards, measured = reduce_leaves(
-        plan_reduction(specs, axis, policy, accumulates=into is not None),
-        [leaf.value for leaf in flat.leaves],
-        None if sums is None else [leaf.value for leaf in sums.leaves],
-        with_stats,
-    )
-    tree = flat.rebuild(shards)
+    leaves = read_leaves(axis, grads, into, cuts, policy)
+    reduction = plan_reduction(leaves.specs, axis, policy, accumulates=into is not None)
+    shards, measured = reduce_leaves(reduction, leaves.values, leaves.into, with_stats)
+    tree = leaves.rebuild(shards)
     return tree if measured is None else (tree, of_all_ranks(axis, measured))
-
-
-def _spec(
-    axis: Axis, leaf: Leaf, option: Any, policy: Policy, into: Leaf | None
-) -> LeafSpec:
-    check_not_auto_sharded(f"leaf {leaf.path}", leaf.value, "shard_grads")
-    spec = leaf_spec(
-        leaf,
-        option,
-        axis.group_size,
-        policy,
-        into_dtype=None if into is None else into.dtype,
-        reduced=axis.typed and axis.unvarying_axes(leaf.value) == axis.all_names,
-        varying=_further_axes(axis, leaf, into),
-    )
-    check_width(spec.dtype, f"leaf {leaf.path}")
-    check_width(spec.shard_dtype, f"the shard of leaf {leaf.path}")
-    check_width(policy.comm_dtype, f"the comm_dtype of leaf {leaf.path}")
-    if into is not None:
-        check_not_auto_sharded(f"into leaf {into.path}", into.value, "shard_grads")
-        _check_into(spec, into, policy)
-    return spec
-
-
-def _further_axes(axis: Axis, leaf: Leaf, into: Leaf | None) -> tuple[str, ...]:
-    """Returns the axes beyond the shard axes that the shard will vary over."""
-    if not axis.typed:
-        return ()
-    names = varying(leaf.value) - frozenset(axis.all_names)
-    if into is not None:
-        names |= varying(into.value) - frozenset(axis.names)
-    return tuple(sorted(names))
-
-
-def _check_into(spec: LeafSpec, into: Leaf, policy: Policy) -> None:
-    expected = spec.cut.shard_shape
-    if into.shape != expected:
-        raise ValueError(
-            f"into leaf {into.path} has shape {into.shape}; expected {expected}, the "
-            f"shard of a gradient of shape {spec.shape} ({spec.cut.layout} layout). "
-            f"Start with the result of shard_grads(..., into=None), or use the same "
-            f"cuts, axis and Policy(min_shard_numel=...) for both."
-        )
-    if not is_supported(into.dtype) or kind(into.dtype) != kind(spec.dtype):
-        raise TypeError(
-            f"into leaf {into.path} has dtype {into.dtype}, which cannot accumulate a "
-            f"gradient of dtype {spec.dtype}; expected {kind(spec.dtype)} shards. "
-            f"Start with the result of shard_grads(..., into=None), whose dtype "
-            f"Policy(shard_dtype=...) sets."
-        )
-    asked = policy.shard_dtype
-    if asked is not None and asked != component_dtype(into.dtype):
-        raise TypeError(
-            f"into leaf {into.path} has dtype {into.dtype}, but Policy "
-            f"shard_dtype={asked!r}; the result takes the dtype of into, so make them "
-            f"agree or leave shard_dtype out."
-        )

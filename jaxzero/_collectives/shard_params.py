@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import Cut, CutTree, cut_leaf
+from jaxzero._padding import padded, trimmed
 from jaxzero._policy import Policy
 from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
 
@@ -129,10 +130,10 @@ def unshard_params(
 
 def partition_spec(cut: Cut, names: tuple[str, ...]) -> PartitionSpec:
     """Returns the spec under which each rank sees its shard of a global array."""
-    if cut.layout == "whole":
+    if cut.whole:
         return PartitionSpec()
     return PartitionSpec(
-        *(None,) * (cut.dim or 0), names if len(names) > 1 else names[0]
+        *(None,) * cut.shard_dim, names if len(names) > 1 else names[0]
     )
 
 
@@ -146,22 +147,12 @@ def _check_concrete(leaves: Sequence[Leaf], call: str) -> None:
 
 
 def _place(leaf: Leaf, cut: Cut, mesh: Mesh, names: tuple[str, ...]) -> jax.Array:
-    padded = _padded(np.asarray(leaf.value), cut)
-    sharding = NamedSharding(mesh, partition_spec(cut, names))
-    read: Callable[[Any], np.ndarray] = lambda index: padded[index]  # noqa: E731
-    return jax.make_array_from_callback(padded.shape, sharding, read)
-
-
-def _padded(value: np.ndarray, cut: Cut) -> np.ndarray:
+    value = np.asarray(leaf.value)
     value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
-    if cut.layout == "whole":
-        return value
-    if cut.dim is None:
-        value = value.reshape(-1)
-    dim = cut.dim or 0
-    pad = [(0, 0)] * value.ndim
-    pad[dim] = (0, cut.chunk * cut.ranks - cut.length)
-    return np.pad(value, pad) if pad[dim][1] else value
+    shards = padded(cut, value, xp=np)
+    sharding = NamedSharding(mesh, partition_spec(cut, names))
+    read: Callable[[Any], np.ndarray] = lambda index: shards[index]  # noqa: E731
+    return jax.make_array_from_callback(shards.shape, sharding, read)
 
 
 def _true_leaf(
@@ -180,10 +171,8 @@ def _true_leaf(
             f"of shard_params (not copies on the host), the true shapes as like, and "
             f"the same cuts and Policy(min_shard_numel=...)."
         )
-    value = _on_host(shard.value)
-    if value.ndim == len(true.shape):
-        return value[tuple(slice(0, size) for size in true.shape)]
-    return value.reshape(-1)[: math.prod(true.shape)].reshape(true.shape)
+    value: np.ndarray = trimmed(cut, _on_host(shard.value))
+    return value.reshape(true.shape)
 
 
 def _ranks(shard: Leaf) -> int:

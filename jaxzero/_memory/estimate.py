@@ -8,11 +8,12 @@ import jax
 from jaxzero._cut import CutTree
 from jaxzero._memory.moments import Moment, moments
 from jaxzero._memory.step import Step, shard_bytes
-from jaxzero._plan_table import format_bytes
 from jaxzero._policy import Policy
+from jaxzero._text import format_bytes
 from jaxzero._train.layout import Layout
 from jaxzero._train.make_layout import Globs, make_layout
 from jaxzero._train.options import Optimizer, Sync, check_choices
+from jaxzero._transports import transport_for_gpus
 from jaxzero._transports.alive import array_bytes
 from jaxzero._tree import PyTree
 
@@ -163,8 +164,6 @@ def estimate_memory(
     _check_count("axis_size", axis_size)
     _check_count("replicas", replicas)
     check_choices(accumulate, sync, layers, stacked, replicas > 1)
-    if policy.transport == "auto":
-        policy = dataclasses.replace(policy, transport="nccl")
     layout = make_layout(
         params,
         ("data",),
@@ -177,6 +176,7 @@ def estimate_memory(
     step = Step(
         layout=layout,
         policy=policy,
+        transport=transport_for_gpus(policy),
         replicas=replicas,
         accumulate=accumulate,
         sync=sync,

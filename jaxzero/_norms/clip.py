@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxzero._axis import Axis, AxisName, bind_axis, varying
+from jaxzero._axis import Axis, AxisName, bind_axis
 from jaxzero._cut import CutTree
+from jaxzero._empty import empty_as_constants
 from jaxzero._norms.global_norm import tree_norm
 from jaxzero._norms.scaled_sum import divided
 from jaxzero._policy import Policy
@@ -109,10 +110,7 @@ def _checked_limit(value: Any) -> float:
 
 
 def _clipped(axis: Axis, leaf: Leaf, norm: jax.Array, limit: float) -> jax.Array:
-    value = jnp.asarray(leaf.value)
-    if value.size == 0:
-        # A constant, because XLA may crash on empty arguments (see `own_or_empty`).
-        return axis.lift(jnp.zeros(value.shape, value.dtype), varying(value))
+    value: jax.Array = empty_as_constants(axis, jnp.asarray(leaf.value))
     fits = norm < limit
     # The branch that is not taken must not divide by zero, for its derivative's sake.
     divisor = jnp.where(fits, jnp.ones_like(norm), norm)

@@ -148,7 +148,7 @@ def tree_norm(
     for leaf, true, option in zip(flat.leaves, true_leaves, options, strict=True):
         _check_dtype(leaf, call)
         value, names = _counted(axis, leaf, true, option, policy, call)
-        if value.size:  # XLA may crash on empty arguments (see `own_or_empty`)
+        if value.size:  # see jaxzero._empty
             values.append(_components(value))
             once.append(names)
     if not values:

@@ -1,0 +1,132 @@
+"""The shards of a gather: values, and what the planner must know of their leaves."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxzero._axis import Axis, check_not_auto_sharded, varying
+from jaxzero._cut import Cut, CutTree, cut_leaf
+from jaxzero._dtypes import is_supported, kind, like_kind
+from jaxzero._plan import LeafSpec
+from jaxzero._policy import Policy
+from jaxzero._tree import (
+    Flat,
+    Leaf,
+    PyTree,
+    broadcast_cuts,
+    check_width,
+    flatten,
+    match,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainShard:
+    """A shard of a dtype that has no gradient, such as integers.
+
+    Attributes:
+      value: the shard.
+      like: the parameter that it belongs to.
+      cut: how that is cut.
+    """
+
+    value: Any
+    like: Leaf
+    cut: Cut
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shards:
+    """What one call was given, leaf by leaf, checked.
+
+    Attributes:
+      specs: what the planner must know of each leaf that buckets can hold.
+      values: the shards of these leaves.
+      plain: the shards of the others.
+      flat: the caller's tree.
+      planned: whether a leaf of it is among `specs`.
+    """
+
+    specs: list[LeafSpec]
+    values: list[Any]
+    plain: list[PlainShard]
+    flat: Flat
+    planned: list[bool]
+
+    def rebuild(self, full: Sequence[Any], plain: Sequence[Any]) -> PyTree:
+        """Returns the caller's tree from the full leaves of both kinds."""
+        leaves, others = iter(full), iter(plain)
+        return self.flat.rebuild(
+            [next(leaves if planned else others) for planned in self.planned]
+        )
+
+
+def read_shards(
+    axis: Axis, shards: PyTree, like: PyTree, cuts: CutTree, policy: Policy
+) -> Shards:
+    """Returns the shards of a call of `gather_params`.
+
+    Raises:
+      ValueError: for a shard that does not have the shape that its true shape and cut
+        give it.
+      TypeError: for shards of another kind of dtype than `like`.
+      NotImplementedError: in a partly manual shard_map.
+    """
+    flat_like = flatten(like, "like", shapes_suffice=True)
+    flat = match(shards, flat_like, "shards", "like")
+    options = broadcast_cuts(cuts, like, flat_like)
+    read = Shards(specs=[], values=[], plain=[], flat=flat, planned=[])
+    for shard, true, option in zip(flat.leaves, flat_like.leaves, options, strict=True):
+        cut = cut_leaf(
+            option, true.path, true.shape, axis.group_size, policy.min_shard_numel
+        )
+        _check_shape(shard, true, cut)
+        _check_dtypes(shard, true)
+        check_not_auto_sharded(f"leaf {shard.path}", shard.value, "gather_params")
+        planned = is_supported(true.dtype) and is_supported(shard.dtype)
+        read.planned.append(planned)
+        if planned:
+            read.specs.append(_spec(axis, shard, true, cut, policy))
+            read.values.append(shard.value)
+        else:
+            read.plain.append(PlainShard(value=shard.value, like=true, cut=cut))
+    return read
+
+
+def _check_shape(shard: Leaf, true: Leaf, cut: Cut) -> None:
+    if shard.shape != cut.shard_shape:
+        raise ValueError(
+            f"shards leaf {shard.path} has shape {shard.shape}; expected "
+            f"{cut.shard_shape}, the shard of a parameter of shape {true.shape} over "
+            f"{cut.ranks} ranks ({cut.layout} layout). Give the true shapes as like "
+            f"(jax.eval_shape of the init function), and the cuts and "
+            f"Policy(min_shard_numel=...) of shard_params."
+        )
+
+
+def _check_dtypes(shard: Leaf, true: Leaf) -> None:
+    if kind(shard.dtype) != kind(true.dtype):
+        raise TypeError(
+            f"shards leaf {shard.path} has dtype {shard.dtype}, but like says "
+            f"{true.dtype}; expected {kind(true.dtype)} shards. Give the true dtypes "
+            f"as like (jax.eval_shape of the init function)."
+        )
+    check_width(true.dtype, f"like leaf {true.path}")
+
+
+def _spec(axis: Axis, shard: Leaf, true: Leaf, cut: Cut, policy: Policy) -> LeafSpec:
+    dtype = true.dtype
+    if policy.compute_dtype is not None:
+        dtype = like_kind(dtype, policy.compute_dtype, true.path, "compute_dtype")
+        check_width(dtype, f"the compute_dtype of leaf {true.path}")
+    further: tuple[str, ...] = ()
+    if axis.typed:
+        further = tuple(sorted(varying(shard.value) - frozenset(axis.all_names)))
+    return LeafSpec(
+        path=true.path,
+        shape=true.shape,
+        dtype=dtype,
+        shard_dtype=shard.dtype,
+        cut=cut,
+        varying=further,
+    )
