@@ -10,6 +10,7 @@ from jaxzero._collectives.shard_grads import shard_grads as shard_grads
 from jaxzero._collectives.shard_params import shard_params as shard_params
 from jaxzero._collectives.shard_params import unshard_params as unshard_params
 from jaxzero._ffi import CUSTOM_CALLS as CUSTOM_CALLS
+from jaxzero._ffi import register as register
 from jaxzero._gathered import gathered as gathered
 from jaxzero._memory.estimate import DeviceBytes as DeviceBytes
 from jaxzero._memory.estimate import MemoryEstimate as MemoryEstimate

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jaxzero._dtypes import kind
+
 Shape = tuple[int, ...]
 CutOption = str | int | Callable[[str, Shape], "str | int | None"] | None
 
@@ -128,6 +130,25 @@ def cut_leaf(
             f"{len(shape)} dimensions; expected {fits}'flat' or 'whole'."
         )
     return _along(shape, dim % len(shape), group_size, reason)
+
+
+def cut_stored_leaf(
+    option: CutOption,
+    path: str,
+    shape: Shape,
+    dtype: str,
+    group_size: int,
+    min_shard_numel: int = 0,
+) -> Cut:
+    """Resolves a cut option for a leaf that is stored, and need not be a gradient.
+
+    As `cut_leaf`, but an integer or boolean scalar, such as an optimizer's count of
+    steps, stays whole if the option is None: every rank reads it, and cut flat only the
+    first would hold it.
+    """
+    if option is None and not shape and kind(dtype) == "integer or boolean":
+        return _whole(shape, f"a scalar of {dtype}")
+    return cut_leaf(option, path, shape, group_size, min_shard_numel)
 
 
 def _default_cut(shape: Shape, group_size: int) -> Cut:

@@ -58,8 +58,20 @@ def cuda_module() -> Any:
     return _module("_cuda")
 
 
-def load() -> None:
-    """Registers the handlers of every native module that can run here."""
+def register() -> None:
+    """Registers jaxzero's custom calls with JAX.
+
+    Only for a process that runs an exported or serialised program without tracing one:
+    every other use of jaxzero does so by itself. It may be called again, before and
+    after JAX's backend starts.
+
+    Raises:
+      ImportError: if jaxzero's native module was not built.
+
+    Example:
+      >>> import jaxzero
+      >>> jaxzero.register()
+    """
     _module("_cpu")
     if cuda_obstacle() is None:
         _module("_cuda")
@@ -138,7 +150,7 @@ def call(
     It has no side effect: identical calls may be merged and unused ones dropped, on
     all ranks alike. Under `vmap` it runs once per batch element.
     """
-    load()
+    register()
     emit: Callable[..., Any] = jax.ffi.ffi_call(
         target,
         list(results),

@@ -1,10 +1,10 @@
 """Policy: what the user asks of a reduction, checked once, hashable."""
 
 import dataclasses
-import math
 from typing import Any, Literal, get_args
 
 from jaxzero._dtypes import COMM_DTYPES, component_dtype, dtype_name, is_supported
+from jaxzero._numbers import finite_number, whole_number
 
 Op = Literal["mean", "sum"]
 Reduction = Literal["native", "float32"]
@@ -121,18 +121,11 @@ def _checked_dtype(policy: Policy, field: str) -> str:
 
 
 def _checked_divisor(value: Any) -> float:
-    try:
-        # Not float(value), which takes strings of digits too.
-        number: float = value.__float__()
-    except (AttributeError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"Policy divide_by={value!r}; expected a number known at trace time. "
-            f"To scale by a traced value, use op='sum' and scale the shards."
-        ) from error
-    if not math.isfinite(number) or number == 0.0:
-        raise ValueError(
-            f"Policy divide_by={value!r}; expected a finite number other than 0."
-        )
+    expected = "a finite number other than 0"
+    fix = "To scale by a traced value, use op='sum' and scale the shards."
+    number = finite_number("Policy divide_by", value, expected, fix)
+    if number == 0.0:
+        raise ValueError(f"Policy divide_by={value!r}; expected {expected}. {fix}")
     return number
 
 
@@ -140,9 +133,7 @@ def _check_bytes(policy: Policy, field: str, minimum: int) -> None:
     value = getattr(policy, field)
     if value is None:
         return
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"Policy {field}={value!r}; expected a whole number of bytes.")
-    object.__setattr__(policy, field, value.__index__())
+    object.__setattr__(policy, field, whole_number(f"Policy {field}", value, "bytes"))
     if value < minimum:
         raise ValueError(
             f"Policy {field}={value}; expected at least {minimum} "
@@ -151,12 +142,8 @@ def _check_bytes(policy: Policy, field: str, minimum: int) -> None:
 
 
 def _check_min_shard_numel(policy: Policy) -> None:
-    value: Any = policy.min_shard_numel
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(
-            f"Policy min_shard_numel={value!r}; expected a whole number of elements."
-        )
-    object.__setattr__(policy, "min_shard_numel", value.__index__())
+    value = whole_number("Policy min_shard_numel", policy.min_shard_numel, "elements")
+    object.__setattr__(policy, "min_shard_numel", value)
     if value < 0:
         raise ValueError(
             f"Policy min_shard_numel={value}; expected at least 0 (elements)."

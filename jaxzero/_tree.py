@@ -144,39 +144,60 @@ def broadcast_cuts(cuts: CutTree, tree: PyTree, flat: Flat) -> list[CutOption]:
     Raises:
       ValueError: if `cuts` is no prefix of the tree.
     """
-    options: list[CutOption] = []
+    return broadcast_prefix(
+        cuts,
+        tree,
+        "cuts",
+        "Give one cut (None, 'flat', 'whole', a dimension or a callable) for the whole "
+        "tree, or a tree of cuts with one for each leaf or subtree.",
+    )
 
-    def spread(option: CutOption, subtree: PyTree) -> None:
-        options.extend(
-            option for leaf in jax.tree.leaves(subtree) if not _is_passed_over(leaf)
+
+def broadcast_prefix(prefix: PyTree, tree: PyTree, name: str, fix: str) -> list[Any]:
+    """Spreads a pytree prefix over the leaves of a tree; None is a value in it.
+
+    Args:
+      prefix: the prefix.
+      tree: the tree.
+      name: what the prefix is called in messages.
+      fix: what to do about one that does not fit.
+
+    Raises:
+      ValueError: if it is no prefix of the tree.
+    """
+    values: list[Any] = []
+
+    def spread(value: Any, subtree: PyTree) -> None:
+        values.extend(
+            value for leaf in jax.tree.leaves(subtree) if not _is_passed_over(leaf)
         )
 
     try:
-        jax.tree.map(spread, cuts, tree, is_leaf=_is_none)
+        jax.tree.map(spread, prefix, tree, is_leaf=_is_none)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"cuts must be a pytree prefix of the tree, but "
-            f"{_difference(cuts, tree) or error}. Give one cut (None, 'flat', "
-            f"'whole', a dimension or a callable) for the whole tree, or a tree of "
-            f"cuts with one for each leaf or subtree."
+            f"{name} must be a pytree prefix of the tree, but "
+            f"{_difference(prefix, tree, name) or error}. {fix}"
         ) from error
-    return options
+    return values
 
 
 def _is_none(value: Any) -> bool:
     return value is None
 
 
-def _difference(cuts: CutTree, tree: PyTree) -> str | None:
-    """Returns where `cuts` stops being a prefix of the tree, if paths alone tell."""
-    cut_paths = _paths(cuts)
+def _difference(prefix: PyTree, tree: PyTree, name: str) -> str | None:
+    """Returns where a prefix stops being one of the tree, if paths alone tell."""
+    prefix_paths = _paths(prefix)
     leaf_paths = _paths(tree)
-    for cut in cut_paths:
-        if not any(leaf[: len(cut)] == cut for leaf in leaf_paths):
-            return f"cuts has an entry {path_name(cut)}, which the tree does not have"
+    for path in prefix_paths:
+        if not any(leaf[: len(path)] == path for leaf in leaf_paths):
+            return (
+                f"{name} has an entry {path_name(path)}, which the tree does not have"
+            )
     for leaf in leaf_paths:
-        if not any(leaf[: len(cut)] == cut for cut in cut_paths):
-            return f"cuts has no entry for the leaf {path_name(leaf)}"
+        if not any(leaf[: len(path)] == path for path in prefix_paths):
+            return f"{name} has no entry for the leaf {path_name(leaf)}"
     return None
 
 

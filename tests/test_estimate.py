@@ -243,7 +243,11 @@ def test_is_plain_data() -> None:
         ({"replicas": 0}, ValueError, "replicas=0"),
         ({"accumulate": 0}, ValueError, "accumulate=0"),
         ({"sync": "never"}, ValueError, "sync='never'"),
-        ({"sync": "replicas_last"}, ValueError, "needs replicate_axis"),
+        (
+            {"sync": "replicas_last"},
+            ValueError,
+            "estimate_memory: sync='replicas_last' needs replicas above 1",
+        ),
         ({"layers": "layer/*"}, ValueError, "'layer/*'"),
     ],
     ids=str,

@@ -37,7 +37,8 @@ def params(dtype: str = "float32") -> Any:
 
 
 def shards(ranks: int, dtype: str = "float32") -> list[Any]:
-    return [oracle.shard(params(dtype), ranks, rank, CUTS) for rank in range(ranks)]
+    cuts = CUTS | ({"scalar": "whole"} if dtype == "int32" else {})
+    return [oracle.shard(params(dtype), ranks, rank, cuts) for rank in range(ranks)]
 
 
 def like(dtype: str = "float32") -> Any:
@@ -243,3 +244,42 @@ def test_small_leaves_stay_whole_and_their_gradients_are_summed(make_mesh, check
     grads = jax.jit(mapped)(placed, ranks.place(data))
     found = jaxzero.unshard_params(grads, types, policy=policy)
     oracle.assert_same(found, jax.tree.map(lambda leaf: 2 * leaf * 10, full))
+
+
+@TYPED
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_narrow_floats_are_summed_in_float32(make_mesh, check_vma, dtype):
+    """Over ranks and replicas, whole leaves too; rounded once, at the end."""
+    mesh = make_mesh((4, 2), ("data", "replica"))
+    full = {name: np.ones(6).astype(dtype) for name in ("cut", "kept")}
+    types = {name: jax.ShapeDtypeStruct((6,), dtype) for name in full}
+    cuts = {"cut": None, "kept": "whole"}
+    placed = jaxzero.shard_params(full, mesh, "data", cuts=cuts)
+    specs = jax.tree.map(lambda x: x.sharding.spec, placed)
+    # Exact in each dtype, as is their sum, but not all sums on the way.
+    data = [np.float32(x) for x in (6, -6, 4, -4, 3, -3, 0.5, 1)]
+
+    def step(s: Any, x: Any) -> Any:
+        def loss(s: Any) -> jax.Array:
+            tree = jaxzero.gather_params(
+                s, types, "data", cuts=cuts, replicate_axis="replica"
+            )
+            assert {leaf.dtype.name for leaf in tree.values()} == {dtype}
+            leaves = [jnp.sum(leaf.astype(jnp.float32)) for leaf in tree.values()]
+            return (leaves[0] + leaves[1]) * x[0]
+
+        return jax.grad(loss)(s)
+
+    ranks = PerRank(mesh)
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, ranks.spec),
+        out_specs=specs,
+        check_vma=check_vma,
+    )
+    grads = jax.jit(mapped)(placed, ranks.place(data))
+    found = jaxzero.unshard_params(grads, types, cuts=cuts)
+    assert {leaf.dtype.name for leaf in found.values()} == {dtype}
+    for leaf in found.values():
+        np.testing.assert_array_equal(leaf.astype(np.float32), np.full(6, 1.5))

@@ -30,6 +30,7 @@ PUBLIC = {
     "gathered",
     "global_norm",
     "make_plan",
+    "register",
     "shard_grads",
     "shard_params",
     "unshard_params",

@@ -16,6 +16,7 @@ SOURCES = ROOT / "cc"
 
 LAYERS: dict[str, set[str]] = {
     "_dtypes": {"ml_dtypes", "numpy"},
+    "_numbers": set(),
     "_policy": set(),
     "_cut": set(),
     "_text": set(),
@@ -59,7 +60,9 @@ LAYERS: dict[str, set[str]] = {
     "_apply_layers": {"jax"},
     "_train.layout": {"jax", "numpy"},
     "_train.make_layout": {"jax", "numpy"},
+    "_train.batch_dims": {"jax"},
     "_train.options": {"jax"},
+    "_train.extra_args": {"jax"},
     "_train.state": {"jax"},
     "_train.grads": {"jax"},
     "_train.step": {"jax"},
@@ -67,6 +70,7 @@ LAYERS: dict[str, set[str]] = {
     "_train.elementwise": {"jax", "numpy"},
     "_train.optimizer": {"jax"},
     "_train.processes": {"jax", "numpy"},
+    "_train.agreed_layout": {"jax"},
     "_train.batch": {"jax", "numpy"},
     "_train.export": {"jax"},
     "_train.restore": {"jax", "numpy"},

@@ -79,14 +79,14 @@ def test_it_is_frozen_hashable_and_keyword_only():
 
 
 @pytest.mark.parametrize("field", ["initial", "factor", "minimum"])
-@pytest.mark.parametrize("value", [0, -2.0, np.inf, np.nan, 1e39, 1e-40, True])
+@pytest.mark.parametrize("value", [0, -2.0, np.inf, np.nan, 1e39, 1e-40])
 def test_numbers_must_be_positive_and_fit_float32(field, value):
     with pytest.raises(ValueError, match=rf"LossScale {field}=.*expected"):
         LossScale(**{field: value})
 
 
 @pytest.mark.parametrize("field", ["initial", "factor", "minimum"])
-@pytest.mark.parametrize("value", ["2", None, [2.0]])
+@pytest.mark.parametrize("value", ["2", None, True, [2.0]])
 def test_numbers_must_be_numbers(field, value):
     with pytest.raises(TypeError, match=rf"LossScale {field}=.*expected a number"):
         LossScale(**{field: value})

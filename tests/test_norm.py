@@ -529,3 +529,19 @@ def test_leaves_without_a_norm_are_refused(make_mesh, dtype):
 def test_axis_must_be_bound(function):
     with pytest.raises(ValueError, match=rf"{function.__name__}: axis 'data' is not"):
         function({"w": np.ones(8)}, "data")
+
+
+def test_a_shard_may_be_longer_than_32_bits_count(make_mesh) -> None:
+    """Only traced: it would take 17 GB."""
+    numel = 2 * ((1 << 32) + 5) - 1
+    norm = jax.shard_map(
+        lambda leaf: jaxzero.global_norm(
+            leaf, "data", like=jax.ShapeDtypeStruct((numel,), "float32")
+        ),
+        mesh=make_mesh(2),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    assert (
+        jax.eval_shape(norm, jax.ShapeDtypeStruct((numel + 1,), "float32")).shape == ()
+    )

@@ -204,13 +204,13 @@ def test_the_derivative_of_clipping_is_finite_at_zero(make_mesh):
     np.testing.assert_array_equal(jax.jit(mapped)(jnp.zeros(4)), np.ones(4))
 
 
-@pytest.mark.parametrize("max_norm", [0, -1.0, np.inf, np.nan, True])
+@pytest.mark.parametrize("max_norm", [0, -1.0, np.inf, np.nan])
 def test_limit_must_be_finite_and_above_zero(max_norm):
     with pytest.raises(ValueError, match=r"max_norm=.*expected a finite number above"):
         jaxzero.clip_by_global_norm(max_norm, "data")
 
 
-@pytest.mark.parametrize("max_norm", ["1", None, [1.0]])
+@pytest.mark.parametrize("max_norm", ["1", None, True, [1.0]])
 def test_limit_must_be_a_number(max_norm):
     with pytest.raises(TypeError, match=r"max_norm=.*known at trace time"):
         jaxzero.clip_by_global_norm(max_norm, "data")

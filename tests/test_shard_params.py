@@ -40,11 +40,13 @@ def params(dtype: str = "float32") -> Any:
 def test_every_device_holds_its_rank_s_shard(make_mesh, ranks, dtype):
     mesh = make_mesh(ranks)
     shards = jaxzero.shard_params(params(dtype), mesh, "data", cuts=CUTS)
+    # A scalar of integers may be a count, which every rank needs.
+    layout = CUTS | ({"scalar": "whole"} if dtype == "int32" else {})
     for name, array in shards.items():
         assert array.dtype == params(dtype)[name].dtype
         for rank, device in enumerate(mesh.devices.flat):
             (held,) = (s.data for s in array.addressable_shards if s.device == device)
-            want = oracle.shard_leaf(params(dtype)[name], ranks, rank, CUTS[name])
+            want = oracle.shard_leaf(params(dtype)[name], ranks, rank, layout[name])
             np.testing.assert_array_equal(np.asarray(held), want)
 
 
@@ -185,3 +187,26 @@ def test_under_jit_the_message_says_where_to_call(make_mesh, call):
     with pytest.raises(ValueError, match=f"{call}.*traced.*outside") as caught:
         jax.jit(inside)(jnp.ones(4))
     assert "leaf (the tree itself)" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_a_count_of_steps_is_on_every_rank(make_mesh, dtype):
+    """As optimizers keep it: not a gradient, and read by all ranks."""
+    mesh = make_mesh(4)
+    state = {"count": np.ones((), dtype), "mu": np.arange(5, dtype=np.float32)}
+    like = jax.eval_shape(lambda: state)
+    shards = jaxzero.shard_params(state, mesh, "data")
+    assert shards["count"].sharding.spec == P()
+    assert [np.asarray(s.data) for s in shards["count"].addressable_shards] == [1] * 4
+    assert jaxzero.unshard_params(shards, like)["count"] == 1
+    specs = jax.tree.map(lambda x: x.sharding.spec, shards)
+    gather = jax.shard_map(
+        lambda s: jax.tree.map(
+            lambda x: x[None], jaxzero.gather_params(s, like, "data")
+        ),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    assert jax.jit(gather)(shards)["count"].tolist() == [1] * 4

@@ -1,5 +1,7 @@
 """shard_grads and gather_params under JAX's transformations."""
 
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -244,3 +246,44 @@ def test_a_leaf_equal_along_one_axis_is_summed_along_the_other(make_mesh) -> Non
     mapped = jax.shard_map(reduce, mesh=mesh, in_specs=P("b"), out_specs=P(("a", "b")))
     placed = jax.device_put(data, NamedSharding(mesh, P("b")))
     oracle.assert_same(jax.jit(mapped)(placed), data.sum(axis=0))
+
+
+@pytest.mark.multiprocess
+def test_an_exported_program_runs_in_a_fresh_process(tmp_path) -> None:
+    """Which traces nothing of ours, so that it has to register the calls."""
+    start = (
+        "import os, sys\n"
+        "os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'\n"
+        "os.environ['JAX_PLATFORMS'] = 'cpu'\n"
+        "import jax, jaxzero, numpy as np\n"
+        "from jax import export\n"
+        "from jax.sharding import NamedSharding, PartitionSpec as P\n"
+        "mesh = jax.make_mesh((2,), ('data',))\n"
+        "sharding = NamedSharding(mesh, P('data'))\n"
+    )
+    write = (
+        "step = jax.shard_map(lambda x: jaxzero.shard_grads(x[0], 'data'), mesh=mesh,\n"
+        "    in_specs=P('data'), out_specs=P('data'))\n"
+        "checks = [export.DisabledSafetyCheck.custom_call(n)\n"
+        "    for n in jaxzero.CUSTOM_CALLS]\n"
+        "like = jax.ShapeDtypeStruct((2, 5), 'float32', sharding=sharding)\n"
+        "saved = export.export(jax.jit(step), disabled_checks=checks)(like)\n"
+        "open(sys.argv[1], 'wb').write(saved.serialize())\n"
+    )
+    read = (
+        "jaxzero.register()\n"
+        "saved = export.deserialize(open(sys.argv[1], 'rb').read())\n"
+        "data = np.arange(10, dtype=np.float32).reshape(2, 5)\n"
+        "print(*np.asarray(jax.jit(saved.call)(jax.device_put(data, sharding))))\n"
+    )
+    for program in (write, read):
+        finished = subprocess.run(
+            [sys.executable, "-c", start + program, str(tmp_path / "program")],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == ["2.5", "3.5", "4.5", "5.5", "6.5", "0.0"]

@@ -133,6 +133,7 @@ ffi::Error Execute(cudaStream_t stream, CommunicatorContext context,
   if (call.has_error()) return call.error();
   Gathering gathering(stream, *call);
   JAXZERO_RETURN_IF_ERROR(gathering.BindBuffers(arguments, results));
+  if (call->plan.buckets.empty()) return ffi::Error::Success();
   const ffi::ErrorOr<Ring> ring = Get(context, call->shard, stream);
   if (ring.has_error()) return ring.error();
   return gathering.Run(*ring);

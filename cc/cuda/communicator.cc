@@ -33,6 +33,14 @@ ffi::Error CheckGroups(const char* name, const ReplicaGroups& groups) {
                    groups.group_size,
                    ", expected equal groups of at least 2, or none");
   }
+  std::vector<bool> seen(groups.ids.size());
+  for (const int64_t id : groups.ids) {
+    if (id < 0 || id >= numel || seen[static_cast<size_t>(id)]) {
+      return Invalid(name, ": found device ", id, ", expected each of 0 to ",
+                     numel - 1, " once");
+    }
+    seen[static_cast<size_t>(id)] = true;
+  }
   return ffi::Error::Success();
 }
 

@@ -92,7 +92,14 @@ ffi::Error InstantiateFusedCall(ffi::Dictionary attributes) {
   const auto slots = reader.Get<Numbers>("slots");
   const auto buckets = reader.Get<Numbers>("buckets");
   const auto group_size = reader.Get<int64_t>("group_size");
+  const auto replicas = reader.Get<int64_t>("replicas");
   if (reader.error().failure()) return reader.error();
+  constexpr int64_t kMostRanks = int64_t{1} << 31;
+  if (group_size < 1 || replicas < 1 || group_size > kMostRanks ||
+      replicas > kMostRanks) {
+    return Invalid("found ", group_size, " ranks and ", replicas,
+                   " replicas, expected 1 to ", kMostRanks, " of both");
+  }
   const auto plan = DecodeFusedPlan(slots, buckets, group_size);
   if (plan.has_error()) return plan.error();
   const ffi::ErrorOr<FusedCall> call = ReadFusedCall(attributes);

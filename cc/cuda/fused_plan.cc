@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "cuda/launch.h"
 #include "ffi/attributes.h"
@@ -9,6 +10,10 @@
 
 namespace jaxzero {
 namespace {
+
+// More than a device has, and so few that no sum of sizes overflows: a temp
+// that came out too small would be written beyond its end.
+constexpr int64_t kMaxBucketBytes = int64_t{1} << 46;
 
 int64_t Align(int64_t bytes) {
   constexpr int64_t kAlignment = 256;  // as allocations are
@@ -49,9 +54,11 @@ ffi::Error CheckBucket(const Bucket& bucket, size_t index, int64_t group_size,
     return Invalid("bucket ", index, ": found ", bucket.recv_rows,
                    " rows to receive, expected 1 or ", send_rows);
   }
-  if (bucket.row_numel < 0 ||
-      Product(bucket.row_numel, group_size, int64_t{8}) < 0) {
-    return Invalid("bucket ", index, ": found rows of ", bucket.row_numel);
+  const int64_t bytes = Product(bucket.row_numel, group_size, int64_t{8});
+  if (bucket.row_numel < 0 || bytes < 0 || bytes > kMaxBucketBytes) {
+    return Invalid("bucket ", index, ": found ", group_size, " rows of ",
+                   bucket.row_numel, ", expected at most ", kMaxBucketBytes,
+                   " bytes in float64");
   }
   if (bucket.slot_begin != slot_begin || bucket.slot_count < 1 ||
       bucket.slot_count > num_slots - slot_begin) {
@@ -113,7 +120,10 @@ FusedPlan ReadFusedPlan(ffi::Span<const int64_t> slots,
                 plan.slots.size() * sizeof(Slot));
   }
   for (const Slot& slot : plan.slots) {
-    plan.num_leaves = std::max(plan.num_leaves, slot.operand + 1);
+    // Far larger numbers are refused; they must only not overflow here.
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() - 1;
+    plan.num_leaves =
+        std::max(plan.num_leaves, std::min(slot.operand, kMost) + 1);
   }
   return plan;
 }
@@ -132,6 +142,10 @@ ffi::ErrorOr<FusedPlan> DecodeFusedPlan(ffi::Span<const int64_t> slots,
   }
   FusedPlan plan = ReadFusedPlan(slots, buckets);
   const auto num_slots = static_cast<int64_t>(plan.slots.size());
+  if (plan.num_leaves > num_slots) {
+    return Invalid("found ", plan.num_leaves, " leaves in ", num_slots,
+                   " slots, expected at least one slot for each");
+  }
   int64_t done = 0;
   for (size_t i = 0; i < plan.buckets.size(); ++i) {
     const Bucket& bucket = plan.buckets[i];

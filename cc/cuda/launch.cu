@@ -1,5 +1,6 @@
 #include <atomic>
 #include <cstdint>
+#include <limits>
 
 #include "core/dtype.h"
 #include "cuda/copy_kernel.cuh"
@@ -32,6 +33,9 @@ template <typename Launch>
 cudaError_t StartKernel(const void* kernel, const Launch& launch,
                         int64_t num_blocks, cudaStream_t stream) {
   if (num_blocks == 0) return cudaSuccess;
+  if (num_blocks < 0 || num_blocks > std::numeric_limits<int32_t>::max()) {
+    return cudaErrorInvalidConfiguration;  // as a grid, and as block numbers
+  }
   void* parameters[] = {const_cast<Launch*>(&launch)};
   const cudaError_t status =
       cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(num_blocks)),

@@ -136,6 +136,7 @@ ffi::Error Unpacker::Add(const UnpackCall& call) {
 }
 
 ffi::Error Unpacker::Flush() {
+  if (launch_blocks_ == 0) return ffi::Error::Success();
   const cudaError_t status = Start(launch_, rows_, launch_blocks_, stream_);
   launch_blocks_ = 0;
   return CheckCuda(status, "unpack kernel");

@@ -50,14 +50,6 @@ class Unpacker {
   int64_t num_blocks_ = 0;
 };
 
-// The blocks that `Unpacker` takes for slots of these sizes.
-template <typename Slots>
-int64_t NumUnpackBlocks(const Slots& slots) {
-  int64_t blocks = 0;
-  for (const auto& slot : slots) blocks += NumChunks(slot.count);
-  return blocks;
-}
-
 // Writes [norm, finite] for each group of partials; group i is
 // [ends[i - 1], ends[i]).
 ::xla::ffi::Error WriteStats(cudaStream_t stream, const Partial* partials,

@@ -66,8 +66,8 @@ bool PoisonsTemps() {
 // A buffer whose contents do not matter: the memory that a fused call works in.
 XLA_FFI_DEFINE_HANDLER(
     kTemp,
-    [](cudaStream_t stream, ffi::AnyBuffer,
-       ffi::Result<ffi::AnyBuffer> temp) -> ffi::Error {
+    [](cudaStream_t stream, ffi::RemainingArgs,
+       ffi::Result<ffi::AnyBuffer> temp, int64_t) -> ffi::Error {
       if (!PoisonsTemps()) return ffi::Error::Success();
       constexpr int kNanByte = 0xff;  // all ones are a NaN in every dtype
       return CheckCuda(cudaMemsetAsync(temp->untyped_data(), kNanByte,
@@ -76,8 +76,9 @@ XLA_FFI_DEFINE_HANDLER(
     },
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::AnyBuffer>()    // orders it, not read
-        .Ret<ffi::AnyBuffer>());  // the temp
+        .RemainingArgs()            // those of the fused call, not read
+        .Ret<ffi::AnyBuffer>()      // the temp
+        .Attr<int64_t>("digest"));  // of the fused call
 
 // For `doctor`: writes whether XLA's collectives extension is there and fits,
 // and its version. Only a handler that runs sees the extension.

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/copy.h"
 #include "core/dtype.h"
 #include "core/plan.h"
 #include "ffi/error.h"
@@ -108,11 +109,16 @@ inline ffi::ErrorOr<std::vector<Slot>> DecodeSlots(
   return slots;
 }
 
+// More than there are ranks; few enough that sizes of columns fit 64 bits, also
+// where rows are empty.
+inline constexpr int64_t kMaxRows = int64_t{1} << 32;
+
 // The length of the rows of a matrix of `num_rows` rows.
 inline ffi::ErrorOr<int64_t> RowNumel(const char* name, const View& matrix,
                                       int64_t num_rows) {
-  if (num_rows < 1) {
-    return Invalid(name, ": found ", num_rows, " rows, expected at least 1");
+  if (num_rows < 1 || num_rows > kMaxRows) {
+    return Invalid(name, ": found ", num_rows,
+                   " rows, expected at least 1 and at most ", kMaxRows);
   }
   if (matrix.numel % num_rows != 0) {
     return Invalid(name, ": found ", matrix.numel, " components, expected ",
@@ -186,6 +192,20 @@ inline ffi::ErrorOr<const void*> FindBase(const Slot& slot, size_t index,
                    "memory with the result");
   }
   return base->data;
+}
+
+// Checks that no leaf is the bucket, whose elements are in another order.
+inline ffi::Error CheckApart(const std::vector<BoundSlot>& bound,
+                             const void* bucket) {
+  for (size_t i = 0; i < bound.size(); ++i) {
+    const void* leaf =
+        bound[i].result == nullptr ? bound[i].leaf : bound[i].result;
+    if (bound[i].slot.count > 0 && leaf == bucket) {
+      return Invalid("slot ", i, ": leaf ", bound[i].slot.operand,
+                     " shares memory with the bucket, expected its own");
+    }
+  }
+  return ffi::Error::Success();
 }
 
 // The last result, `numel` float32 that other calls can wait for.

@@ -41,6 +41,7 @@ ffi::Error Pack(ContextOf<Launcher> context, ffi::RemainingArgs leaves,
   if (slots.has_error()) return slots.error();
   const auto bound = BindPackedLeaves(*slots, leaves);
   if (bound.has_error()) return bound.error();
+  JAXZERO_RETURN_IF_ERROR(CheckApart(*bound, view->data));
   return Launcher(context).Pack(
       PackCall{bound->data(), static_cast<int64_t>(bound->size()), view->dtype,
                view->data, group_size, *row_numel, pre_scale});

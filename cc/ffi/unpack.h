@@ -50,6 +50,21 @@ inline ffi::Error CheckInPlace(const std::vector<BoundSlot>& bound,
   return ffi::Error::Success();
 }
 
+// A base may share memory with its own result, which reads it first.
+inline ffi::Error CheckBases(const std::vector<BoundSlot>& bound) {
+  for (size_t i = 0; i < bound.size(); ++i) {
+    const void* base = bound[i].base;
+    if (base == nullptr || base == bound[i].result) continue;
+    for (size_t other = 0; other < bound.size(); ++other) {
+      if (bound[other].slot.count > 0 && bound[other].result == base) {
+        return Invalid("slot ", i, ": its base shares memory with the result ",
+                       "of slot ", other, ", expected its own");
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
 template <typename Launcher>
 ffi::Error Unpack(ContextOf<Launcher> context, ffi::AnyBuffer rows,
                   ffi::RemainingArgs bases, ffi::RemainingRets results,
@@ -66,6 +81,7 @@ ffi::Error Unpack(ContextOf<Launcher> context, ffi::AnyBuffer rows,
   const auto bound = BindShards(*slots, bases, results, results.size() - 1);
   if (bound.has_error()) return bound.error();
   JAXZERO_RETURN_IF_ERROR(CheckInPlace(*bound, *view, num_rows));
+  JAXZERO_RETURN_IF_ERROR(CheckBases(*bound));
   return Launcher(context).Unpack(UnpackCall{
       bound->data(), static_cast<int64_t>(bound->size()), view->dtype,
       view->data, num_rows, *row_numel, divisor, with_stats != 0, *stats});

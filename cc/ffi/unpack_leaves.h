@@ -46,6 +46,7 @@ ffi::Error UnpackLeaves(ContextOf<Launcher> context, ffi::AnyBuffer bucket,
   const auto bound =
       BindUnpackedLeaves(*slots, bases, results, results.size() - 1);
   if (bound.has_error()) return bound.error();
+  JAXZERO_RETURN_IF_ERROR(CheckApart(*bound, view->data));
   return Launcher(context).UnpackLeaves(
       UnpackLeavesCall{bound->data(), static_cast<int64_t>(bound->size()),
                        view->dtype, view->data, group_size, *row_numel, *done});

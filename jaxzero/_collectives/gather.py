@@ -62,7 +62,11 @@ def plan_gathering(specs: Sequence[LeafSpec], axis: Axis, policy: Policy) -> Gat
 
 def gather_leaves(gathering: Gathering, shards: Arrays) -> list[jax.Array]:
     """Returns the full leaves of shards in plan order."""
-    prepared = empty_as_constants(gathering.axis, list(map(jnp.asarray, shards)))
+    constants = empty_as_constants(gathering.axis, list(map(jnp.asarray, shards)))
+    prepared = [
+        shard.astype(spec.shard_dtype)
+        for shard, spec in zip(constants, gathering.plan.leaves, strict=True)
+    ]
     types = tuple(jax.typeof(shard) for shard in prepared)
     linear = _Gather(gathering=gathering, types=types)
     leaves: list[jax.Array] = differentiable(linear)(prepared)

@@ -2,6 +2,7 @@
 
 from jaxzero._collectives.leaves import leaf_spec
 from jaxzero._cut import CutTree
+from jaxzero._numbers import whole_number
 from jaxzero._plan import ReducePlan, plan_reduce
 from jaxzero._policy import Policy
 from jaxzero._transports import transport_for_gpus
@@ -41,8 +42,7 @@ def make_plan(
       >>> plan.num_collectives, plan.wire_bytes, plan.leaves[0].cut.shard_shape
       (1, 128, (2, 4))
     """
-    if isinstance(group_size, bool) or not hasattr(group_size, "__index__"):
-        raise TypeError(f"group_size={group_size!r}; expected a whole number of ranks.")
+    group_size = whole_number("group_size", group_size, "ranks")
     if group_size < 1:
         raise ValueError(f"group_size={group_size}; expected at least 1 rank.")
     flat = flatten(tree, "tree", shapes_suffice=True)

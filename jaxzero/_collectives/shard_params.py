@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxzero._axis import AxisName, axis_names
-from jaxzero._cut import Cut, CutTree, cut_leaf
+from jaxzero._cut import Cut, CutTree, cut_stored_leaf
 from jaxzero._padding import padded, trimmed
 from jaxzero._policy import Policy
 from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
@@ -38,7 +38,9 @@ def shard_params(
       Pytree of global arrays in the layout of `shard_grads`, in the dtypes of
       `params` (64-bit ones narrowed as JAX is set to). Seen from inside a `shard_map`
       with the arrays' own specs, each rank holds its shard. A flat leaf of n elements
-      has global shape (N * ceil(n / N),); only "whole" leaves are replicated.
+      has global shape (N * ceil(n / N),). Only "whole" leaves are replicated, and
+      scalars of integers or booleans without a cut, such as an optimizer's count of
+      steps.
 
     Raises:
       ValueError: for an axis that the mesh does not have or that is named twice, a cut
@@ -68,8 +70,13 @@ def shard_params(
         [
             _place(
                 leaf,
-                cut_leaf(
-                    option, leaf.path, leaf.shape, group_size, policy.min_shard_numel
+                cut_stored_leaf(
+                    option,
+                    leaf.path,
+                    leaf.shape,
+                    leaf.dtype,
+                    group_size,
+                    policy.min_shard_numel,
                 ),
                 mesh,
                 names,
@@ -162,7 +169,9 @@ def _true_leaf(
         # XLA replicates an empty result, so its sharding does not tell the ranks.
         return np.zeros(true.shape, shard.value.dtype)
     ranks = _ranks(shard)
-    cut = cut_leaf(option, true.path, true.shape, ranks, min_shard_numel)
+    cut = cut_stored_leaf(
+        option, true.path, true.shape, shard.dtype, ranks, min_shard_numel
+    )
     if shard.shape != cut.global_shape:
         raise ValueError(
             f"shards leaf {shard.path} has global shape {shard.shape}; expected "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxzero._axis import Axis, check_not_auto_sharded, varying
-from jaxzero._cut import Cut, CutTree, cut_leaf
+from jaxzero._cut import Cut, CutTree, cut_stored_leaf
 from jaxzero._dtypes import is_supported, kind, like_kind
 from jaxzero._plan import LeafSpec
 from jaxzero._policy import Policy
@@ -42,6 +42,7 @@ class Shards:
     Attributes:
       specs: what the planner must know of each leaf that buckets can hold.
       values: the shards of these leaves.
+      dtypes: the dtypes of these leaves in the result.
       plain: the shards of the others.
       flat: the caller's tree.
       planned: whether a leaf of it is among `specs`.
@@ -49,13 +50,15 @@ class Shards:
 
     specs: list[LeafSpec]
     values: list[Any]
+    dtypes: list[str]
     plain: list[PlainShard]
     flat: Flat
     planned: list[bool]
 
     def rebuild(self, full: Sequence[Any], plain: Sequence[Any]) -> PyTree:
         """Returns the caller's tree from the full leaves of both kinds."""
-        leaves, others = iter(full), iter(plain)
+        leaves = (leaf.astype(d) for leaf, d in zip(full, self.dtypes, strict=True))
+        others = iter(plain)
         return self.flat.rebuild(
             [next(leaves if planned else others) for planned in self.planned]
         )
@@ -75,19 +78,26 @@ def read_shards(
     flat_like = flatten(like, "like", shapes_suffice=True)
     flat = match(shards, flat_like, "shards", "like")
     options = broadcast_cuts(cuts, like, flat_like)
-    read = Shards(specs=[], values=[], plain=[], flat=flat, planned=[])
+    read = Shards(specs=[], values=[], dtypes=[], plain=[], flat=flat, planned=[])
     for shard, true, option in zip(flat.leaves, flat_like.leaves, options, strict=True):
-        cut = cut_leaf(
-            option, true.path, true.shape, axis.group_size, policy.min_shard_numel
+        cut = cut_stored_leaf(
+            option,
+            true.path,
+            true.shape,
+            true.dtype,
+            axis.group_size,
+            policy.min_shard_numel,
         )
         _check_shape(shard, true, cut)
         _check_dtypes(shard, true)
         check_not_auto_sharded(f"leaf {shard.path}", shard.value, "gather_params")
-        planned = is_supported(true.dtype) and is_supported(shard.dtype)
+        planned = kind(true.dtype) != "integer or boolean"
         read.planned.append(planned)
         if planned:
             read.specs.append(_spec(axis, shard, true, cut, policy))
             read.values.append(shard.value)
+            as_stored = policy.compute_dtype is None
+            read.dtypes.append(true.dtype if as_stored else read.specs[-1].dtype)
         else:
             read.plain.append(PlainShard(value=shard.value, like=true, cut=cut))
     return read
@@ -115,7 +125,7 @@ def _check_dtypes(shard: Leaf, true: Leaf) -> None:
 
 
 def _spec(axis: Axis, shard: Leaf, true: Leaf, cut: Cut, policy: Policy) -> LeafSpec:
-    dtype = true.dtype
+    dtype = _summed(true.dtype)
     if policy.compute_dtype is not None:
         dtype = like_kind(dtype, policy.compute_dtype, true.path, "compute_dtype")
         check_width(dtype, f"the compute_dtype of leaf {true.path}")
@@ -126,7 +136,16 @@ def _spec(axis: Axis, shard: Leaf, true: Leaf, cut: Cut, policy: Policy) -> Leaf
         path=true.path,
         shape=true.shape,
         dtype=dtype,
-        shard_dtype=shard.dtype,
+        shard_dtype=_summed(shard.dtype),
         cut=cut,
         varying=further,
     )
+
+
+def _summed(dtype: str) -> str:
+    """Returns the dtype in which a leaf travels, and its gradients are added.
+
+    Sums of 8-bit floats would saturate or become NaN unnoticed, so that they travel in
+    float32; the result, and the gradient at last, are rounded to their own dtype.
+    """
+    return dtype if is_supported(dtype) else "float32"

@@ -8,6 +8,7 @@ import jax
 from jaxzero._cut import CutTree
 from jaxzero._memory.moments import Moment, moments
 from jaxzero._memory.step import Step, shard_bytes
+from jaxzero._numbers import whole_number
 from jaxzero._policy import Policy
 from jaxzero._text import format_bytes
 from jaxzero._train.layout import Layout
@@ -163,7 +164,14 @@ def estimate_memory(
     """
     _check_count("axis_size", axis_size)
     _check_count("replicas", replicas)
-    check_choices(accumulate, sync, layers, stacked, replicas > 1)
+    check_choices(
+        "estimate_memory",
+        accumulate,
+        sync,
+        layers,
+        stacked,
+        "" if replicas > 1 else "replicas above 1",
+    )
     layout = make_layout(
         params,
         ("data",),
@@ -244,9 +252,7 @@ def _tree_bytes(tree: PyTree) -> int:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"estimate_memory: {name}={value!r}; expected a whole number.")
-    if value < 1:
+    if whole_number(f"estimate_memory: {name}", value) < 1:
         raise ValueError(f"estimate_memory: {name}={value}; expected at least 1.")
 
 

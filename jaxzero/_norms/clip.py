@@ -1,6 +1,5 @@
 """clip_by_global_norm: one limit for the norm of a tree that is spread over ranks."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from jaxzero._cut import CutTree
 from jaxzero._empty import empty_as_constants
 from jaxzero._norms.global_norm import tree_norm
 from jaxzero._norms.scaled_sum import divided
+from jaxzero._numbers import finite_number
 from jaxzero._policy import Policy
 from jaxzero._tree import Leaf, PyTree, flatten
 
@@ -72,7 +72,11 @@ def clip_by_global_norm(
       >>> print(jax.jit(clipped)(jaxzero.shard_params(tree, mesh, "data"))["w"])
       [0.5 0.5 0.5 0.5]
     """
-    limit = _checked_limit(max_norm)
+    limit = checked_limit(
+        "clip_by_global_norm: max_norm",
+        max_norm,
+        "To leave gradients unclipped, leave the transform out.",
+    )
 
     def init(params: PyTree) -> PyTree:
         del params
@@ -86,39 +90,40 @@ def clip_by_global_norm(
         norm = tree_norm(updates, axis_name, like, policy, cuts, call)
         axis = bind_axis(axis_name, None, call)
         flat = flatten(updates, "tree")
-        clipped = [_clipped(axis, leaf, norm, limit) for leaf in flat.leaves]
+        clipped = [_clipped_leaf(axis, leaf, norm, limit) for leaf in flat.leaves]
         return flat.rebuild(clipped), state
 
     return GradientTransformation(init, update)
 
 
-def _checked_limit(value: Any) -> float:
-    fix = "expected a finite number above 0, known at trace time"
-    try:
-        # Not float(value), which takes strings of digits too.
-        number: float = value.__float__()
-    except (AttributeError, TypeError) as error:
-        raise TypeError(
-            f"clip_by_global_norm: max_norm={value!r}; {fix}, such as 1.0."
-        ) from error
-    if isinstance(value, bool) or not math.isfinite(number) or number <= 0:
-        raise ValueError(
-            f"clip_by_global_norm: max_norm={value!r}; {fix}. To leave gradients "
-            f"unclipped, leave the transform out."
-        )
+def checked_limit(what: str, value: Any, fix: str) -> float:
+    """Returns the limit of a norm, a finite number above 0."""
+    expected = "a finite number above 0"
+    number = finite_number(what, value, expected, fix)
+    if number <= 0:
+        raise ValueError(f"{what}={value!r}; expected {expected}. {fix}")
     return number
 
 
-def _clipped(axis: Axis, leaf: Leaf, norm: jax.Array, limit: float) -> jax.Array:
-    value: jax.Array = empty_as_constants(axis, jnp.asarray(leaf.value))
+def clipped(value: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
+    """Returns an array of a tree whose norm is to be at most `limit`.
+
+    Args:
+      value: one leaf, or a shard of it.
+      norm: norm of the whole tree, in the dtype to compute in at least.
+      limit: the largest norm.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jnp.promote_types(value.real.dtype, norm.dtype)
+    norm = norm.astype(wide)
     fits = norm < limit
     # The branch that is not taken must not divide by zero, for its derivative's sake.
     divisor = jnp.where(fits, jnp.ones_like(norm), norm)
 
     def scaled(part: jax.Array) -> jax.Array:
         # Divided first: limit / norm alone may underflow.
-        unit = divided(part.astype(divisor.dtype), divisor)
-        return (unit * jnp.asarray(limit, divisor.dtype)).astype(part.dtype)
+        unit = divided(part.astype(wide), divisor)
+        return (unit * jnp.asarray(limit, wide)).astype(part.dtype)
 
     if jnp.iscomplexobj(value):
         # By parts, because a complex division squares the divisor.
@@ -126,3 +131,8 @@ def _clipped(axis: Axis, leaf: Leaf, norm: jax.Array, limit: float) -> jax.Array
     else:
         small = scaled(value)
     return jnp.where(fits, value, small)
+
+
+def _clipped_leaf(axis: Axis, leaf: Leaf, norm: jax.Array, limit: float) -> jax.Array:
+    value = empty_as_constants(axis, jnp.asarray(leaf.value))
+    return clipped(value, norm, limit)

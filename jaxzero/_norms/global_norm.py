@@ -222,14 +222,20 @@ def _without_padding(axis: Axis, cut: Cut, shard: jax.Array) -> jax.Array:
     """Returns the shard with zeros for whatever its padding holds."""
     if cut.even:
         return shard
-    counts = [
-        min(max(cut.length - rank * cut.chunk, 0), cut.chunk)
+    # All padding is in the last positions, fewer than there are ranks. Only those are
+    # counted, because a shard may be longer than 32 bits count.
+    most = min(cut.chunk * cut.ranks - cut.length, cut.chunk)
+    padding = [
+        min(max((rank + 1) * cut.chunk - cut.length, 0), cut.chunk)
         for rank in range(cut.ranks)
     ]
-    # Unsigned, for shards that are longer than an int32 counts.
-    mine = jnp.asarray(counts, jnp.uint32)[axis.rank()]
-    positions = lax.broadcasted_iota(jnp.uint32, shard.shape, cut.dim or 0)
-    return jnp.where(positions < mine, shard, jnp.zeros_like(shard))
+    mine = jnp.asarray(padding, jnp.int32)[axis.rank()]
+    dim = cut.dim or 0
+    tail = tuple(most if d == dim else n for d, n in enumerate(shard.shape))
+    kept = lax.broadcasted_iota(jnp.int32, tail, dim) < most - mine
+    before = [(cut.chunk - most if d == dim else 0, 0, 0) for d in range(shard.ndim)]
+    kept = lax.pad(kept, jnp.bool_(True), before)
+    return jnp.where(kept, shard, jnp.zeros_like(shard))
 
 
 def _components(value: jax.Array) -> jax.Array:

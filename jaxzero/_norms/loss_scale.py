@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxzero._numbers import finite_number, whole_number
+
 
 class LossScaleState(NamedTuple):
     """What changes from step to step.
@@ -108,31 +110,22 @@ class LossScale:
 
 
 def _checked_number(scaling: LossScale, field: str) -> float:
-    value: Any = getattr(scaling, field)
-    try:
-        # Not float(value), which takes strings of digits too.
-        number: float = value.__float__()
-    except (AttributeError, TypeError) as error:
-        raise TypeError(
-            f"LossScale {field}={value!r}; expected a number known at trace time. What "
-            f"changes from step to step is in LossScaleState."
-        ) from error
+    value = getattr(scaling, field)
+    expected = (
+        "a number above 0 that float32 holds, best a power of two, because scaling by "
+        "it is exact"
+    )
+    fix = "What changes from step to step is in LossScaleState."
+    number = finite_number(f"LossScale {field}", value, expected, fix)
     least, most = (float(getattr(np.finfo(np.float32), end)) for end in ("tiny", "max"))
-    if isinstance(value, bool) or not least <= number <= most:
-        raise ValueError(
-            f"LossScale {field}={value!r}; expected a number above 0 that float32 "
-            f"holds, best a power of two, because scaling by it is exact."
-        )
+    if not least <= number <= most:
+        raise ValueError(f"LossScale {field}={value!r}; expected {expected}.")
     return number
 
 
 def _checked_interval(scaling: LossScale) -> int:
-    value: Any = scaling.growth_interval
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(
-            f"LossScale growth_interval={value!r}; expected a whole number of steps."
-        )
-    interval: int = value.__index__()
+    value = scaling.growth_interval
+    interval = whole_number("LossScale growth_interval", value, "steps")
     if not 1 <= interval < 2**31:
         raise ValueError(
             f"LossScale growth_interval={value}; expected at least 1 step, and at "

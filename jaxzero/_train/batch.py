@@ -1,5 +1,6 @@
 """A batch on the mesh: examples over all devices, the rest everywhere."""
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -9,48 +10,92 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxzero._train.batch_dims import count_examples, dims_of, key_hint
 from jaxzero._train.options import StepOptions
 from jaxzero._train.processes import check_processes_agree
 from jaxzero._tree import PyTree, path_name
 
 
-def batch_spec(options: StepOptions) -> P:
-    """Returns the spec of a leaf with examples."""
-    return P(options.names + options.replicate)
+def batch_spec(options: StepOptions, dim: int | None) -> P:
+    """Returns the spec of a leaf with examples along a dimension, or without."""
+    if dim is None:
+        return P()
+    return P(*[None] * dim, options.names + options.replicate)
 
 
 def batch_specs(batch: PyTree, options: StepOptions) -> PyTree:
     """Returns the spec of each leaf."""
-    return jax.tree.map(
-        lambda leaf: batch_spec(options) if jnp.ndim(leaf) else P(), batch
+    return jax.tree.unflatten(
+        jax.tree.structure(batch),
+        [batch_spec(options, dim) for dim in dims_of(batch, options.batch_dims)],
     )
 
 
 def batch_shardings(batch: PyTree, options: StepOptions, mesh: Mesh) -> PyTree:
-    """Returns the sharding of each leaf.
+    """Returns the sharding of each leaf."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), batch_specs(batch, options)
+    )
+
+
+def check_batch(batch: PyTree, options: StepOptions) -> None:
+    """Refuses a batch that cannot be split over devices and microbatches.
 
     Raises:
-      ValueError: naming a leaf that cannot be split over devices and microbatches.
+      ValueError: naming a leaf.
     """
+    dims = dims_of(batch, options.batch_dims)
+    count = count_examples(batch, dims)
     parts = options.devices * options.accumulate
+    if count is None or (count and count % parts == 0):
+        return
+    path, leaf, dim = next(
+        (path_name(path), leaf, dim)
+        for (path, leaf), dim in zip(
+            jax.tree_util.tree_leaves_with_path(batch), dims, strict=True
+        )
+        if dim is not None
+    )
+    raise ValueError(
+        f"zero3: batch leaf {path} has shape {jnp.shape(leaf)}; expected a number of "
+        f"examples along dimension {dim} that divides by {parts} ({options.devices} "
+        f"devices x {options.accumulate} microbatches). Give all examples, along the "
+        f"dimension that batch_dims says; evaluate takes any number with uneven=True, "
+        f"if loss and aux are plain means over examples.{key_hint(leaf)}"
+    )
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        shape = jnp.shape(leaf)
-        if not shape:
-            return NamedSharding(mesh, P())
-        if shape[0] % parts or not shape[0]:
-            is_raw_key = shape[-1] in (2, 4) and leaf.dtype == jnp.uint32
-            raise ValueError(
-                f"zero3: batch leaf {path_name(path)} has shape {shape}; expected a "
-                f"first dimension that divides by {parts} ({options.devices} devices x "
-                f"{options.accumulate} microbatches). Give all examples along "
-                f"dimension 0."
-                + " A random key must come from jax.random.key."
-                * is_raw_key
-            )
-        return NamedSharding(mesh, batch_spec(options))
 
-    return jax.tree_util.tree_map_with_path(sharding, batch)
+def abstract_batch(batch: PyTree, options: StepOptions, mesh: Mesh) -> PyTree:
+    """Returns shapes, dtypes and shardings of a batch.
+
+    Raises:
+      ValueError: as `check_batch`.
+    """
+    check_batch(batch, options)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        batch,
+        batch_shardings(batch, options, mesh),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a batch to evaluate.
+
+    Attributes:
+      batch: its examples, as global arrays.
+      accumulate: microbatches that it is split into on each device.
+      spread: whether devices have different examples of it.
+      share: what its mean counts in that of the batch.
+    """
+
+    batch: PyTree
+    accumulate: int
+    spread: bool
+    share: float
 
 
 class Batches:
@@ -71,25 +116,124 @@ class Batches:
             or a first one that differs between processes.
         """
         if not self._compared:
-            _check_agrees(batch)
+            _check_agrees(batch, self._options)
             self._compared = True
+        check_batch(batch, self._options)
         shardings = batch_shardings(batch, self._options, self._mesh)
         return jax.tree.map(_place, batch, shardings)
 
+    def place_even(self, batch: PyTree) -> list[Part]:
+        """Returns a batch as the only part; raises as `place`."""
+        return [
+            Part(
+                batch=self.place(batch),
+                accumulate=self._options.accumulate,
+                spread=True,
+                share=1.0,
+            )
+        ]
 
-def _check_agrees(batch: PyTree) -> None:
+    def place_uneven(self, batch: PyTree) -> list[Part]:
+        """Returns a batch of any number of examples as parts of which none is padded.
+
+        No part has more examples at a time on a device than an even split would give.
+
+        Raises:
+          ValueError: for a batch without examples, one of arrays that processes built
+            together, or a policy other than a mean.
+        """
+        options, dims = self._options, dims_of(batch, self._options.batch_dims)
+        _check_uneven(batch, options)
+        count = count_examples(batch, dims)
+        if count is None:
+            return self.place_even(batch)
+        if not count:
+            raise ValueError(
+                "zero3: evaluate got a batch of 0 examples, which have no mean; "
+                "expected at least 1. Leave this batch out."
+            )
+        _check_agrees(batch, options)
+        devices = options.devices
+        size = -(-count // (devices * options.accumulate))
+        turns = count // (devices * size)
+        each = (count - turns * devices * size) // devices
+        ends = [turns * devices * size, (turns * size + each) * devices, count]
+        parts = []
+        for begin, end, accumulate, spread in zip(
+            [0, *ends],
+            ends,
+            [turns, 1, count - ends[1]],
+            [True, True, False],
+            strict=False,
+        ):
+            if begin == end:
+                continue
+            part = _examples(batch, dims, begin, end)
+            shardings = (
+                batch_shardings(part, options, self._mesh)
+                if spread
+                else jax.tree.map(lambda _: NamedSharding(self._mesh, P()), part)
+            )
+            parts.append(
+                Part(
+                    batch=jax.tree.map(_place, part, shardings),
+                    accumulate=accumulate,
+                    spread=spread,
+                    share=(end - begin) / count,
+                )
+            )
+        return parts
+
+
+def _check_uneven(batch: PyTree, options: StepOptions) -> None:
+    policy = options.policy
+    if policy.op != "mean" or policy.divide_by is not None:
+        raise ValueError(
+            f"zero3: evaluate with uneven=True weighs means of parts, but the policy "
+            f"has op={policy.op!r} and divide_by={policy.divide_by}; expected "
+            f"op='mean' alone. Fill the batch up with examples that weigh 0 in its sum."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if _is_global(leaf):
+            raise ValueError(
+                f"zero3: evaluate with uneven=True got batch leaf {path_name(path)} as "
+                f"an array over several processes; expected the same examples on every "
+                f"process, as NumPy arrays. Give those, or an even batch."
+            )
+
+
+def _examples(
+    batch: PyTree, dims: tuple[int | None, ...], begin: int, end: int
+) -> PyTree:
+    """Returns a range of the examples of a batch."""
+    leaves, structure = jax.tree.flatten(batch)
+    return jax.tree.unflatten(
+        structure,
+        [
+            leaf if dim is None else leaf[(slice(None),) * dim + (slice(begin, end),)]
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ],
+    )
+
+
+def _check_agrees(batch: PyTree, options: StepOptions) -> None:
     # Each process takes what its own devices need of what it has, so batches that
     # differ would be trained on in part, without a word.
     if jax.process_count() > 1:
         leaves = jax.tree_util.tree_leaves_with_path(batch)
+        dims = dims_of(batch, options.batch_dims)
         check_processes_agree(
             "zero3",
-            [(path_name(path), *_content(leaf)) for path, leaf in leaves],
+            [
+                (path_name(path), dim, *_content(leaf))
+                for (path, leaf), dim in zip(leaves, dims, strict=True)
+            ],
             what="another batch",
             fix=(
                 "Give all examples on every process, or give global arrays, made from "
-                "what each process has read: jax.make_array_from_process_local_data("
-                "zero.batch_sharding, local)."
+                "what each process has read: jax.tree.map("
+                "jax.make_array_from_process_local_data, "
+                "zero.batch_shardings(local), local)."
             ),
         )
 

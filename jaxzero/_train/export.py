@@ -1,5 +1,6 @@
 """A train state in true shapes, as checkpoints hold it, and back."""
 
+import functools
 from typing import Any
 
 import jax
@@ -37,21 +38,28 @@ def template(state: TrainState, mesh: Mesh) -> Exported:
 def to_true(state: TrainState, mesh: Mesh) -> Exported:
     """Returns the state in true shapes; see `Zero3.export_state`."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, template(state, mesh))
-
-    def convert(owner: LeafLayout | None, value: Any) -> Any:
-        return value if owner is None else owner.to_true(value)
-
-    # Under jit nothing is aliased: the copy outlives the next step's donation.
-    exported = jax.jit(
-        lambda state: _map_leaves(state, convert),
-        out_shardings=auto_shardings(shardings),
-    )(
+    exported = _to_true(
         jax.device_put(
             state, auto_shardings(jax.tree.map(lambda leaf: leaf.sharding, state))
-        )
+        ),
+        mesh,
     )
     moved: Exported = jax.device_put(exported, shardings)
     return moved
+
+
+# One function for all calls: jit finds by the layout what it has compiled. Nothing is
+# aliased, so the copy outlives the next step's donation.
+@functools.partial(jax.jit, static_argnums=1)
+def _to_true(state: TrainState, mesh: Mesh) -> Exported:
+    def convert(owner: LeafLayout | None, value: Any) -> Any:
+        return value if owner is None else owner.to_true(value)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, template(state, mesh))
+    exported: Exported = jax.lax.with_sharding_constraint(
+        _map_leaves(state, convert), auto_shardings(shardings)
+    )
+    return exported
 
 
 def auto_shardings(shardings: PyTree) -> PyTree:

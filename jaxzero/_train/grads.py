@@ -16,7 +16,10 @@ from jaxzero._norms.stats import Stats
 from jaxzero._policy import Policy
 from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
-from jaxzero._tree import PyTree
+from jaxzero._tree import PyTree, path_name
+
+Dims = tuple[int | None, ...]
+"""Per leaf of a batch, in tree order, the dimension of its examples, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +73,20 @@ class Gradients:
         self.shards = shards
         self.groups = self.layout.grouped(shards)
 
-    def of_batch(self, batch: PyTree) -> Summed:
-        """Returns the reduced gradients of this device's part of a batch."""
+    def of_batch(self, batch: PyTree, dims: Dims) -> Summed:
+        """Returns the reduced gradients of this device's part of a batch.
+
+        Args:
+          batch: the part.
+          dims: per leaf the dimension of its examples, or None.
+        """
         options = self.options
         if options.accumulate == 1:
             total = self._of_one(batch)
         elif options.sync == "last":
-            total = self._of_several_kept_local(batch)
+            total = self._of_several_kept_local(batch, dims)
         else:
-            total = self._of_several(batch)
+            total = self._of_several(batch, dims)
         if options.sync == "replicas_last" and options.replicate:
             grads = shard_grads(
                 total.grads,
@@ -91,7 +99,7 @@ class Gradients:
             return dataclasses.replace(total, grads=grads, stats=None)
         return total
 
-    def loss_of_batch(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def loss_of_batch(self, batch: PyTree, dims: Dims) -> tuple[jax.Array, PyTree]:
         """Returns the sums of losses and auxiliary results, without gradients."""
 
         def of_one(part: PyTree) -> tuple[jax.Array, PyTree]:
@@ -101,7 +109,7 @@ class Gradients:
 
         if self.options.accumulate == 1:
             return of_one(batch)
-        _, parts = self._scan(lambda _, part: ((), of_one(part)), (), batch)
+        _, parts = self._scan(lambda _, part: ((), of_one(part)), (), batch, dims)
         sums: tuple[jax.Array, PyTree]
         sums = jax.tree.map(lambda values: jnp.sum(values, 0), parts)
         return sums
@@ -128,10 +136,44 @@ class Gradients:
         params = self.layout.merge(full, self._nodes(groups))
         result = self.options.loss_fn(params, batch)
         loss, aux = _with_aux(result) if self.options.has_aux else (result, None)
-        loss = _checked_loss(loss)
-        aux = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), aux)
+        loss = self._of_this_device(_checked_loss(loss), loss, "the loss")
+        aux = jax.tree_util.tree_map_with_path(
+            lambda path, value: self._of_this_device(
+                jnp.asarray(value, jnp.float32), value, f"aux leaf {path_name(path)}"
+            ),
+            aux,
+        )
         scaled = loss if self.scale is None else loss * self.scale
         return scaled, (loss, aux)
+
+    def _of_this_device(self, value: jax.Array, given: Any, what: str) -> jax.Array:
+        """Returns a result of the loss function as this device's own.
+
+        One that is equal on all devices, such as of `lax.pmean`, becomes a copy on
+        each: the gradient of their mean is then that of what they have in common. For
+        another divisor it matters whether it is a sum already, which nothing tells.
+        """
+        equal = [
+            name for name in self.axis.unvarying_axes(given) if lax.axis_size(name) > 1
+        ]
+        policy = self.options.policy
+        is_mean = policy.op == "mean" and policy.divide_by is None
+        # A plain number is a constant of each device's own, no sum over devices.
+        if equal and not is_mean and isinstance(given, jax.core.Tracer):
+            asked = (
+                f"op={policy.op!r}"
+                if policy.divide_by is None
+                else f"divide_by={policy.divide_by}"
+            )
+            raise ValueError(
+                f"zero3: {what} is equal on all devices along "
+                f"{', '.join(map(repr, equal))}, as after lax.psum or lax.pmean, and "
+                f"Policy({asked}) would add it up over them; expected this device's "
+                f"part of the sum. Take the collective off {what} (a divisor may keep "
+                f"its own: jnp.sum(losses) / lax.psum(count, axis)), use op='mean', or "
+                f"return a constant as a Python number."
+            )
+        return self.axis.lift(value, self.axis.all_names)
 
     def _nodes(self, groups: list[PyTree]) -> list[Shards]:
         options = self.options
@@ -184,7 +226,7 @@ class Gradients:
         reduced, stats = self._reduce(resident, None)
         return self._summed(reduced, groups, loss, aux, stats)
 
-    def _of_several(self, batch: PyTree) -> Summed:
+    def _of_several(self, batch: PyTree, dims: Dims) -> Summed:
         """Reduces after each microbatch, into accumulators of 1/N."""
         zeros = self._zeros()
         start = (self.layout.resident(zeros), self.layout.grouped(zeros))
@@ -194,13 +236,15 @@ class Gradients:
             reduced, stats = self._reduce(resident, sums[0])
             return (reduced, jax.tree.map(jnp.add, sums[1], groups)), (loss, aux, stats)
 
-        (resident, groups), (losses, auxes, stats) = self._scan(body, start, batch)
+        (resident, groups), (losses, auxes, stats) = self._scan(
+            body, start, batch, dims
+        )
         # The last measurement is that of the finished sum.
         last = jax.tree.map(lambda values: values[-1], stats)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), auxes)
         return self._summed(resident, groups, jnp.sum(losses), aux, last)
 
-    def _of_several_kept_local(self, batch: PyTree) -> Summed:
+    def _of_several_kept_local(self, batch: PyTree, dims: Dims) -> Summed:
         """Adds full gradients on the device and reduces their sum."""
         stored = self.layout.resident([leaf.stored for leaf in self.layout.leaves])
         start = jax.tree.map(
@@ -218,25 +262,25 @@ class Gradients:
             )
             return added, (loss, aux)
 
-        sums, (losses, auxes) = self._scan(body, start, batch)
+        sums, (losses, auxes) = self._scan(body, start, batch, dims)
         reduced, stats = self._reduce(sums, None)
         aux = jax.tree.map(lambda values: jnp.sum(values, 0), auxes)
         return self._summed(reduced, [], jnp.sum(losses), aux, stats)
 
-    def _scan(self, body: Any, start: Any, batch: PyTree) -> Any:
-        count = self.options.accumulate
-        # Leaves without a dimension, such as random keys, serve every microbatch.
-        is_split = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
-        parts = jax.tree.map(
-            lambda leaf, split: (
-                leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
-                if split
-                else jnp.broadcast_to(leaf, (count,))
-            ),
-            batch,
-            is_split,
-        )
-        return lax.scan(body, start, parts)
+    def _scan(self, body: Any, start: Any, batch: PyTree, dims: Dims) -> Any:
+        leaves, structure = jax.tree.flatten(batch)
+        split = {
+            i: _microbatches(leaf, dim, self.options.accumulate)
+            for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True))
+            if dim is not None
+        }
+
+        def turn(carry: Any, parts: dict[int, jax.Array]) -> Any:
+            # What goes whole to every device serves every microbatch.
+            part = [parts.get(i, leaf) for i, leaf in enumerate(leaves)]
+            return body(carry, jax.tree.unflatten(structure, part))
+
+        return lax.scan(turn, start, split, length=self.options.accumulate)
 
     def _zeros(self) -> list[jax.Array]:
         """Returns accumulators, typed as the shards are."""
@@ -244,6 +288,12 @@ class Gradients:
             self.axis.lift_to(jnp.zeros(shard.shape, shard.dtype), jax.typeof(shard))
             for shard in self.shards
         ]
+
+
+def _microbatches(leaf: jax.Array, dim: int, count: int) -> jax.Array:
+    """Returns a leaf with its parts along a new first dimension."""
+    shape = (*leaf.shape[:dim], count, -1, *leaf.shape[dim + 1 :])
+    return jnp.moveaxis(leaf.reshape(shape), dim, 0)
 
 
 def _with_aux(result: Any) -> tuple[Any, PyTree]:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxzero._axis import aval_varies, bind_axis
 from jaxzero._empty import empty_as_constants
 from jaxzero._train.elementwise import check_any_shape, check_elementwise
+from jaxzero._train.extra_args import update
 from jaxzero._train.layout import Layout, LeafLayout
 from jaxzero._train.optimizer_layout import check_replicated, match_leaves
 from jaxzero._train.options import Optimizer
@@ -122,7 +123,10 @@ class ShardedOptimizer:
                 aval_varies(jax.typeof(leaf), layout.names)
                 for leaf in jax.tree.leaves(state)
             ]
-            results = self._optimizer.update(params, state, params)
+            loss = jnp.zeros((), jnp.float32)
+            results = update(
+                self._optimizer, params, state, params, value=loss, grad=params
+            )
             seen["results"] = jax.eval_shape(lambda: results)
             # Along a new dimension any rank may differ, so nothing is refused here.
             return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], results)

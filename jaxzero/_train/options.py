@@ -1,15 +1,17 @@
 """What a ZeRO-3 training step was asked for."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args
 
 from jax.sharding import Mesh
 
 from jaxzero._axis import AxisName
+from jaxzero._norms.clip import checked_limit
 from jaxzero._norms.loss_scale import LossScale
+from jaxzero._numbers import whole_number
 from jaxzero._policy import Policy
+from jaxzero._train.batch_dims import BatchDims
 from jaxzero._train.make_layout import Globs
 from jaxzero._tree import PyTree
 
@@ -40,6 +42,7 @@ class StepOptions:
     loss_scale: LossScale | None
     skip_nonfinite: bool
     has_aux: bool
+    batch_dims: BatchDims
 
     @property
     def replicate_axis(self) -> AxisName | None:
@@ -52,7 +55,7 @@ class StepOptions:
         return tuple(
             (field.name, getattr(self, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("loss_fn", "optimizer")
+            if field.name not in ("loss_fn", "optimizer", "batch_dims")
         )
 
     @property
@@ -83,37 +86,40 @@ def check_mesh(mesh: Mesh, names: tuple[str, ...], replicate: tuple[str, ...]) -
 
 
 def check_choices(
-    accumulate: Any, sync: Any, layers: Globs, stacked: Globs, replicate: Any
+    call: str, accumulate: Any, sync: Any, layers: Globs, stacked: Globs, missing: str
 ) -> None:
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
-        raise TypeError(f"zero3: accumulate={accumulate!r}; expected a whole number.")
-    if accumulate < 1:
-        raise ValueError(f"zero3: accumulate={accumulate}; expected at least 1.")
+    """Refuses options that are out of range or at odds.
+
+    Args:
+      call: name of the public function, for messages.
+      accumulate: as for `zero3`.
+      sync: as for `zero3`.
+      layers: as for `zero3`.
+      stacked: as for `zero3`.
+      missing: the argument that names replicas, if there are none.
+    """
+    if whole_number(f"{call}: accumulate", accumulate) < 1:
+        raise ValueError(f"{call}: accumulate={accumulate}; expected at least 1.")
     if sync not in get_args(Sync):
         raise ValueError(
-            f"zero3: sync={sync!r}; expected one of "
+            f"{call}: sync={sync!r}; expected one of "
             f"{', '.join(map(repr, get_args(Sync)))}."
         )
-    if sync == "replicas_last" and not replicate:
+    if sync == "replicas_last" and missing:
         raise ValueError(
-            "zero3: sync='replicas_last' needs replicate_axis; without replicas use "
-            "sync='each'."
+            f"{call}: sync='replicas_last' needs {missing}; without replicas use "
+            f"sync='each'."
         )
     if sync == "last" and (layers or stacked):
         raise ValueError(
-            "zero3: sync='last' keeps full gradients of all parameters, but layers or "
-            "stacked reduce them layer by layer; expected one of the two. Use "
-            "sync='each', or name no layers."
+            f"{call}: sync='last' keeps full gradients of all parameters, but layers "
+            f"or stacked reduce them layer by layer; expected one of the two. Use "
+            f"sync='each', or name no layers."
         )
 
 
 def checked_clip(clip_norm: Any) -> float | None:
     if clip_norm is None:
         return None
-    number = float(clip_norm)
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError(
-            f"zero3: clip_norm={clip_norm!r}; expected a finite number above 0, or "
-            f"None to leave gradients as they are."
-        )
-    return number
+    fix = "None leaves gradients as they are."
+    return checked_limit("zero3: clip_norm", clip_norm, fix)

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxzero._tree import PyTree
+
 _PROGRAM = "other parameter shapes, dtypes, cuts, policy or options"
 _FIX = "Build the model from one configuration."
 
@@ -42,3 +44,11 @@ def check_processes_agree(
             f"{what} than processes {others}; expected the same on all, because they "
             f"run one program together. Found here: {value!r}. {fix}"
         )
+
+
+def is_spread(params: PyTree) -> bool:
+    """Says whether this process cannot read all parameters: others hold the rest."""
+    return any(
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        for leaf in jax.tree.leaves(params)
+    )

@@ -2,17 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxzero._train.batch import batch_specs
+from jaxzero._train.batch import Part, batch_specs
+from jaxzero._train.batch_dims import dims_of
 from jaxzero._train.layout import Layout
 from jaxzero._train.optimizer import ShardedOptimizer
 from jaxzero._train.options import LossFn, StepOptions
+from jaxzero._train.processes import is_spread
 from jaxzero._train.state import Metrics, TrainState
 from jaxzero._train.step import local_loss, local_step
 from jaxzero._tree import PyTree
@@ -32,6 +34,18 @@ def birth(layout: Layout, mesh: Mesh, init_fn: Callable[..., PyTree]) -> Any:
     return jax.jit(make, out_shardings=shardings)
 
 
+def placed_shards(layout: Layout, mesh: Mesh, params: PyTree) -> list[jax.Array]:
+    """Returns parameters in true shape as global arrays of shards, in tree order."""
+    if is_spread(params):
+        # No process can read them, so the devices reshard them.
+        spread: list[jax.Array] = birth(layout, mesh, lambda params: params)(params)
+        return spread
+    return [
+        layout.place(leaf, value, mesh)
+        for leaf, value in zip(layout.leaves, jax.tree.leaves(params), strict=True)
+    ]
+
+
 def step_program(options: StepOptions, mesh: Mesh, optimizer: ShardedOptimizer) -> Any:
     """Returns the jitted (state, batch) -> (state, metrics); the state is donated."""
 
@@ -43,7 +57,7 @@ def step_program(options: StepOptions, mesh: Mesh, optimizer: ShardedOptimizer) 
             opt_state=optimizer.specs(layout),
         )
         mapped = jax.shard_map(
-            functools.partial(local_step, options),
+            functools.partial(local_step, options, dims_of(batch, options.batch_dims)),
             mesh=mesh,
             in_specs=(specs, batch_specs(batch, options)),
             out_specs=(specs, P()),
@@ -55,20 +69,56 @@ def step_program(options: StepOptions, mesh: Mesh, optimizer: ShardedOptimizer) 
 
 
 def loss_program(options: StepOptions, mesh: Mesh) -> Any:
-    """Returns the jitted (loss_fn, layout, params, batch) -> (loss, aux)."""
+    """Returns the jitted function from a part of a batch to its share of (loss, aux).
+
+    Its arguments are loss_fn, layout and the fields of `Part`, with the parameters
+    before the batch.
+    """
 
     def loss(
-        loss_fn: LossFn, layout: Layout, params: PyTree, batch: PyTree
+        loss_fn: LossFn,
+        layout: Layout,
+        accumulate: int,
+        spread: bool,
+        share: float,
+        params: PyTree,
+        batch: PyTree,
     ) -> tuple[jax.Array, PyTree]:
         mapped = jax.shard_map(
             functools.partial(
-                local_loss, dataclasses.replace(options, loss_fn=loss_fn), layout
+                local_loss,
+                dataclasses.replace(options, loss_fn=loss_fn, accumulate=accumulate),
+                dims_of(batch, options.batch_dims),
+                layout,
             ),
             mesh=mesh,
-            in_specs=(layout.specs, batch_specs(batch, options)),
+            in_specs=(layout.specs, batch_specs(batch, options) if spread else P()),
             out_specs=P(),
         )
-        result: tuple[jax.Array, PyTree] = mapped(params, batch)
+        result: tuple[jax.Array, PyTree] = jax.tree.map(
+            lambda value: value * share, mapped(params, batch)
+        )
         return result
 
-    return jax.jit(loss, static_argnums=(0, 1))
+    return jax.jit(loss, static_argnums=(0, 1, 2, 3, 4))
+
+
+def loss_of_parts(
+    program: Any, loss_fn: LossFn, state: TrainState, parts: Sequence[Part]
+) -> tuple[jax.Array, PyTree]:
+    """Returns loss and auxiliary results of a batch by a `loss_program`."""
+    found = [
+        program(
+            loss_fn,
+            state.layout,
+            part.accumulate,
+            part.spread,
+            part.share,
+            state.params,
+            part.batch,
+        )
+        for part in parts
+    ]
+    total: tuple[jax.Array, PyTree]
+    total = jax.tree.map(lambda first, *rest: sum(rest, first), *found)
+    return total

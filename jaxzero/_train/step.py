@@ -1,5 +1,6 @@
 """One ZeRO-3 step as each device runs it, inside the `shard_map` of `zero3`."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,8 +9,10 @@ from jax import lax
 
 from jaxzero._axis import Axis, bind_axis
 from jaxzero._empty import empty_as_constants
+from jaxzero._norms.clip import clipped
 from jaxzero._norms.global_norm import global_norm
-from jaxzero._train.grads import Gradients
+from jaxzero._train.extra_args import update
+from jaxzero._train.grads import Dims, Gradients
 from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
 from jaxzero._train.state import Metrics, TrainState
@@ -17,14 +20,14 @@ from jaxzero._tree import PyTree
 
 
 def local_step(
-    options: StepOptions, state: TrainState, batch: PyTree
+    options: StepOptions, dims: Dims, state: TrainState, batch: PyTree
 ) -> tuple[TrainState, Metrics]:
     """Computes gradients, reduces them, and updates this device's shards."""
     axis = bind_axis(options.names, options.replicate_axis, "zero3")
     state, batch = empty_as_constants(axis, (state, batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
     gradients = Gradients(options, axis, state.layout, state.params, scale)
-    summed = gradients.of_batch(batch)
+    summed = gradients.of_batch(batch, dims)
     norm = (
         global_norm(summed.grads, options.names)
         if summed.stats is None
@@ -34,7 +37,16 @@ def local_step(
     if scale is not None:
         norm = norm / scale
     grads = state.layout.unflatten(_scaled(options, summed.grads, norm, scale))
-    updates, opt_state = options.optimizer.update(grads, state.opt_state, state.params)
+    loss, aux = over_devices(options, axis, summed.loss, summed.aux)
+    unclipped = dataclasses.replace(options, clip_norm=None)
+    updates, opt_state = update(
+        options.optimizer,
+        grads,
+        state.opt_state,
+        state.params,
+        value=loss,
+        grad=state.layout.unflatten(_scaled(unclipped, summed.grads, norm, scale)),
+    )
     params = jax.tree.map(_updated, state.params, updates)
     took = jnp.ones((), jnp.bool_)
     if options.skip_nonfinite or options.loss_scale is not None:
@@ -47,7 +59,6 @@ def local_step(
     following = None
     if options.loss_scale is not None and state.loss_scale is not None:
         following = options.loss_scale.update(state.loss_scale, finite)
-    loss, aux = over_devices(options, axis, summed.loss, summed.aux)
     metrics = Metrics(
         loss=loss, grad_norm=norm, skipped=~took, loss_scale=scale, aux=aux
     )
@@ -64,12 +75,12 @@ def local_step(
 
 
 def local_loss(
-    options: StepOptions, layout: Layout, params: PyTree, batch: PyTree
+    options: StepOptions, dims: Dims, layout: Layout, params: PyTree, batch: PyTree
 ) -> tuple[jax.Array, PyTree]:
     """Computes loss and auxiliary results, without gradients."""
     axis = bind_axis(options.names, options.replicate_axis, "zero3")
     params, batch = empty_as_constants(axis, (params, batch))
-    sums = Gradients(options, axis, layout, params).loss_of_batch(batch)
+    sums = Gradients(options, axis, layout, params).loss_of_batch(batch, dims)
     return over_devices(options, axis, *sums)
 
 
@@ -79,8 +90,7 @@ def over_devices(
     """Returns the mean, or what else the policy says, of sums on each device."""
 
     def reduced(value: jax.Array) -> jax.Array:
-        lifted = axis.lift(value, axis.all_names)
-        total: jax.Array = lax.psum(lifted, axis.all_names)
+        total: jax.Array = lax.psum(value, axis.all_names)
         return total / options.divisor
 
     return reduced(loss), jax.tree.map(reduced, aux)
@@ -103,17 +113,14 @@ def _scaled(
     norm: jax.Array,
     scale: jax.Array | None,
 ) -> list[jax.Array]:
-    """Takes the loss scale out and clips, in one multiplication."""
-    if options.clip_norm is None and scale is None:
-        return grads
-    factor = jnp.ones((), jnp.float32)
-    if options.clip_norm is not None:
-        factor = options.clip_norm / jnp.maximum(norm, options.clip_norm)
-    if scale is not None:
-        factor = factor / scale
+    """Takes the loss scale out and clips."""
 
-    def multiply(grad: jax.Array) -> jax.Array:
-        wide = _wider(grad.dtype, factor.dtype)
-        return (grad.astype(wide) * factor.astype(wide)).astype(grad.dtype)
+    def of_leaf(grad: jax.Array) -> jax.Array:
+        if scale is not None:
+            wide = _wider(grad.dtype, scale.dtype)
+            grad = (grad.astype(wide) / scale.astype(wide)).astype(grad.dtype)
+        if options.clip_norm is not None:
+            grad = clipped(grad, norm, options.clip_norm)
+        return grad
 
-    return [multiply(grad) for grad in grads]
+    return [of_leaf(grad) for grad in grads]

@@ -13,10 +13,13 @@ from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import CutTree
 from jaxzero._norms.loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
+from jaxzero._train import batch as placing
 from jaxzero._train import export, restore
-from jaxzero._train.batch import Batches, batch_shardings, batch_spec
+from jaxzero._train.agreed_layout import agreed_layout
+from jaxzero._train.batch import Batches
+from jaxzero._train.batch_dims import BatchDims
 from jaxzero._train.layout import Layout
-from jaxzero._train.make_layout import Globs, make_layout
+from jaxzero._train.make_layout import Globs
 from jaxzero._train.optimizer import ShardedOptimizer
 from jaxzero._train.options import (
     LossFn,
@@ -27,8 +30,13 @@ from jaxzero._train.options import (
     check_mesh,
     checked_clip,
 )
-from jaxzero._train.processes import check_processes_agree
-from jaxzero._train.programs import birth, loss_program, step_program
+from jaxzero._train.programs import (
+    birth,
+    loss_of_parts,
+    loss_program,
+    placed_shards,
+    step_program,
+)
 from jaxzero._train.state import Metrics, TrainState
 from jaxzero._tree import PyTree
 
@@ -50,6 +58,7 @@ def zero3(
     loss_scale: LossScale | None = None,
     skip_nonfinite: bool = False,
     has_aux: bool = False,
+    batch_dims: BatchDims = 0,
 ) -> "Zero3":
     """Makes a training step whose parameters, gradients and optimizer are sharded.
 
@@ -58,11 +67,14 @@ def zero3(
 
     Args:
       loss_fn: (params, batch) -> mean loss over the batch, a real scalar; the same
-        function as on one device. It sees the examples of one device.
+        function as on one device. It sees the examples of one device. It may use
+        collectives over the axes; what they make equal on all devices counts once,
+        and is refused with a policy other than a mean, which would add it up.
       optimizer: an optax transformation, or anything with its `init` and `update`. It
         runs on shards, so it must treat all elements of a leaf alike (adamw, lion,
-        sgd, ...); one that does not is refused by `init`. A leaf that is cut flat has
-        one dimension there: choose what to decay by key path, not by `ndim`, or keep
+        sgd, ...); one that does not is refused by `init`. If its `update` asks, it gets
+        `value`, the loss, and `grad`, before clipping. A leaf that is cut flat has one
+        dimension there: choose what to decay by key path, not by `ndim`, or keep
         dimensions (`cuts=lambda path, shape: 0 if len(shape) > 1 else None`); else
         `init` refuses, too.
       mesh: mesh of all devices.
@@ -70,9 +82,8 @@ def zero3(
       policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
       cuts: as for `shard_grads`; for a stacked leaf, the cut of each layer.
       replicate_axis: axis or axes along which shards are copies (hybrid sharding).
-      layers: globs of key paths, such as `"blocks/*"`; each subtree that matches is one
-        layer. `loss_fn` gets its shards, and gives them to functions made by
-        `gathered`, so that full parameters exist one layer at a time.
+      layers: globs of key paths, such as `"blocks/*"`, of one layer each: `loss_fn`
+        gets its shards and gives them to functions made by `gathered`.
       stacked: the same for layers stacked along dimension 0, for `lax.scan`.
       accumulate: microbatches that a batch is split into. Their gradients are added in
         the dtype of the shards: give 16-bit parameters `policy.shard_dtype`.
@@ -85,6 +96,10 @@ def zero3(
         gradients are not finite.
       skip_nonfinite: skip such steps without a loss scale, too.
       has_aux: `loss_fn` returns (loss, aux), aux a pytree of real arrays.
+      batch_dims: the dimension along which a leaf of a batch holds its examples, or
+        None for one that goes whole to every device, such as class weights; one for
+        all, a pytree prefix of them, or a callable (path, shape) that returns one.
+        Leaves without dimensions always go whole.
 
     Returns:
       A `Zero3` with `init`, `step`, `evaluate` and checkpoints.
@@ -108,7 +123,8 @@ def zero3(
     """
     names, replicate = axis_names(axis_name, replicate_axis, "zero3")
     check_mesh(mesh, names, replicate)
-    check_choices(accumulate, sync, layers, stacked, replicate)
+    missing = "" if replicate else "replicate_axis"
+    check_choices("zero3", accumulate, sync, layers, stacked, missing)
     return Zero3(
         mesh,
         StepOptions(
@@ -124,6 +140,7 @@ def zero3(
             loss_scale=loss_scale,
             skip_nonfinite=skip_nonfinite,
             has_aux=has_aux,
+            batch_dims=batch_dims,
         ),
         cuts=cuts,
         layers=layers,
@@ -155,20 +172,28 @@ class Zero3:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch, dimension 0 spread over all devices.
+        """Sharding of a leaf with examples along dimension 0: over all devices.
 
-        Several processes build their batches with it, from what each has read:
-        `jax.make_array_from_process_local_data(zero.batch_sharding, local)`. Or all
-        give the same NumPy arrays, of which each takes what its devices need.
+        Several processes build their batches with it, from what each has read (see
+        `batch_shardings`). Or all give the same NumPy arrays.
         """
-        return NamedSharding(self._mesh, batch_spec(self._options))
+        return NamedSharding(self._mesh, placing.batch_spec(self._options, 0))
+
+    def batch_shardings(self, batch: PyTree) -> PyTree:
+        """Returns the sharding of each leaf of a batch, as `batch_dims` says.
+
+        Several processes build a batch from what each has read, `local`:
+        `jax.tree.map(jax.make_array_from_process_local_data, shardings, local)`.
+        """
+        return placing.batch_shardings(batch, self._options, self._mesh)
 
     def init(self, params: PyTree | Callable[..., PyTree], *args: Any) -> TrainState:
         """Returns the state of step 0, born sharded.
 
         Args:
-          params: pytree of parameters in true shape, the same on every process, or
-            the function that makes them, which then runs under `jit` and writes
+          params: pytree of parameters in true shape, the same on every process (or
+            arrays of several processes, which are resharded on the devices), or the
+            function that makes them, which then runs under `jit` and writes
             shards: full parameters never exist on one device together.
           args: arguments of the function, such as a random key.
 
@@ -182,12 +207,7 @@ class Zero3:
             placed = birth(layout, self._mesh, params)(*args)
         else:
             layout = self._layout(params)
-            placed = [
-                layout.place(leaf, value, self._mesh)
-                for leaf, value in zip(
-                    layout.leaves, jax.tree.leaves(params), strict=True
-                )
-            ]
+            placed = placed_shards(layout, self._mesh, params)
         sharded = layout.unflatten(placed)
         return TrainState(
             step=self._everywhere(jnp.zeros((), jnp.int32)),
@@ -202,23 +222,29 @@ class Zero3:
 
         Args:
           state: the state; it is donated, so it cannot be used again.
-          batch: pytree of arrays whose dimension 0 is the examples of all devices and
-            microbatches; leaves without dimensions, such as a random key, go to
-            every device.
+          batch: pytree of arrays whose dimension 0 (or what `batch_dims` says) is the
+            examples of all devices and microbatches; leaves without dimensions, such
+            as a random key, go to every device.
 
         Returns:
           The next state, and the `Metrics` of this step.
 
         Raises:
           ValueError: for a batch that cannot be split over devices and microbatches,
-            or a first one that differs between processes.
+            leaves with different numbers of examples, or a first batch that differs
+            between processes.
         """
         placed = self._batches.place(batch)
         result: tuple[TrainState, Metrics] = self._step(state, placed)
         return result
 
     def evaluate(
-        self, state: TrainState, batch: PyTree, loss_fn: LossFn | None = None
+        self,
+        state: TrainState,
+        batch: PyTree,
+        loss_fn: LossFn | None = None,
+        *,
+        uneven: bool = False,
     ) -> Any:
         """Returns the loss of a batch, without gradients; the state stays as it is.
 
@@ -227,17 +253,21 @@ class Zero3:
           batch: as for `step`, split over devices and microbatches in the same way.
           loss_fn: a function in place of that of the run, called likewise, such as
             one without dropout. Give the same object each time: a new one compiles.
+          uneven: take any number of examples, such as those of a last batch. Loss and
+            auxiliary results must be plain means over examples, because they are those
+            of parts, weighted by their examples. Those left over when each device has
+            as many, fewer than devices, are computed one by one on every device.
 
         Returns:
           The loss, a float32 scalar equal on every device; with `has_aux`, the pair
           (loss, aux). Both are reduced as in `Metrics`.
 
         Raises:
-          ValueError: as `step`.
+          ValueError: as `step`; for `uneven`, also with a policy other than a mean.
         """
-        placed = self._batches.place(batch)
         loss_fn = self._options.loss_fn if loss_fn is None else loss_fn
-        loss, aux = self._loss(loss_fn, state.layout, state.params, placed)
+        place = self._batches.place_uneven if uneven else self._batches.place_even
+        loss, aux = loss_of_parts(self._loss, loss_fn, state, place(batch))
         return (loss, aux) if self._options.has_aux else loss
 
     def lower(
@@ -254,13 +284,7 @@ class Zero3:
           batch: a batch, or its shapes.
           platforms: such as ("cuda",), to compile for a mesh of described devices.
         """
-        shapes = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            ),
-            batch,
-            batch_shardings(batch, self._options, self._mesh),
-        )
+        shapes = placing.abstract_batch(batch, self._options, self._mesh)
         traced: jax.stages.Traced = self._step.trace(state, shapes)
         lowered: jax.stages.Lowered = traced.lower(lowering_platforms=platforms)
         return lowered
@@ -293,8 +317,7 @@ class Zero3:
     def export_state(self, state: TrainState) -> dict[str, PyTree]:
         """Returns the state in true shapes, for a checkpoint.
 
-        What is saved does not depend on the number of devices: `import_state` takes
-        it on any other mesh.
+        `import_state` takes it on any other mesh, of any number of devices.
 
         Args:
           state: the state; it stays usable.
@@ -350,30 +373,19 @@ class Zero3:
 
         For checkpoint libraries that restore into a template, such as orbax.
 
-        Args:
-          params: as for `init`; shapes suffice.
-          args: arguments of the function.
+        Takes what `init` takes; shapes suffice.
         """
         return export.template(self.abstract_state(params, *args), self._mesh)
 
     def _layout(self, like: PyTree) -> Layout:
-        options = self._options
-        try:
-            layout = make_layout(
-                like,
-                options.names,
-                math.prod(self._mesh.shape[name] for name in options.names),
-                policy=options.policy,
-                cuts=self._cuts,
-                layers=self._layers,
-                stacked=self._stacked,
-            )
-        except (TypeError, ValueError) as error:
-            # The others may have found nothing wrong, and would wait for this one.
-            check_processes_agree("zero3", str(error))
-            raise
-        check_processes_agree("zero3", (layout.fingerprint, options.comparable))
-        return layout
+        return agreed_layout(
+            like,
+            self._options,
+            self._mesh,
+            cuts=self._cuts,
+            layers=self._layers,
+            stacked=self._stacked,
+        )
 
     def _first_loss_scale(self) -> LossScaleState | None:
         scaling = self._options.loss_scale

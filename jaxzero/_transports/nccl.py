@@ -1,13 +1,15 @@
 """Transport "nccl": the whole plan in one custom call, through XLA's communicator.
 
 The call takes all leaves and returns all shards. Its temporary memory is an operand
-that no other call uses, so that XLA sees it. XLA runs the call on the stream of its
-own collectives: two collectives of different communicators in flight may deadlock.
+that no other call uses (`_temp` says how), so that XLA sees it. XLA runs the call on
+the stream of its own collectives: two collectives of different communicators in flight
+may deadlock.
 """
 
 import dataclasses
+import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -136,8 +138,8 @@ def _reduce(
             ),
             *([stats_type] if with_stats else []),
         ],
-        [axis.lift(value, names) for value in operands]
-        + _temp(axis, names, temp_bytes, after=leaves[sent[-1]]),
+        [axis.lift(value, names) for value in operands],
+        temp=lambda args, digest: _temp(axis, names, temp_bytes, args, digest),
         aliases={} if into is None else {len(sent) + i: i for i in range(len(sent))},
         tables=tables,
         divisor=plan.divisor,
@@ -178,8 +180,8 @@ def _gather(
             axis.result(spec.shape, spec.dtype, frozenset(axis.names + spec.varying))
             for spec in specs
         ],
-        [axis.lift(shards[i], names) for i in sent]
-        + _temp(axis, names, temp_bytes, after=shards[sent[-1]]),
+        [axis.lift(shards[i], names) for i in sent],
+        temp=lambda args, digest: _temp(axis, names, temp_bytes, args, digest),
         aliases={},
         tables=tables,
         divisor=1.0,
@@ -188,15 +190,17 @@ def _gather(
 
 
 def _temp(
-    axis: Axis, names: frozenset[str], temp_bytes: int, *, after: jax.Array
-) -> list[jax.Array]:
-    """Returns memory for a call to work in, not taken before `after` exists.
+    axis: Axis, names: frozenset[str], temp_bytes: int, operands: Arrays, digest: int
+) -> jax.Array:
+    """Returns memory for one call to work in.
 
     Not a result of the fused call: an unused result would keep XLA from removing the
-    barrier in `_call`.
+    barrier in `_call`. XLA merges equal calls, and must not give one memory to two: so
+    this one has the operands of the call that it is for, and a digest of the rest. It
+    is equal to another only if those two calls are, which are then merged as well.
     """
     result = axis.result((max(temp_bytes, 1),), "uint8", names)
-    return _ffi.call(_ffi.TEMP, [result], [axis.lift(after, names)])
+    return _ffi.call(_ffi.TEMP, [result], operands, digest=np.int64(digest))[0]
 
 
 def _empty_shard(spec: LeafSpec) -> jax.Array:
@@ -301,6 +305,7 @@ def _call(
     results: Sequence[jax.ShapeDtypeStruct],
     operands: Arrays,
     *,
+    temp: Callable[[Arrays, int], jax.Array],
     aliases: dict[int, int],
     tables: _Tables,
     divisor: float,
@@ -313,21 +318,35 @@ def _call(
     apart instead, and has no annotation; XLA removes it in the end. It does so only
     if all of its results are used.
     """
+    attributes: dict[str, Any] = {
+        "slots": tables.slots,
+        "buckets": tables.buckets,
+        "bucket_names": tables.bucket_names,
+        "group_size": np.int64(tables.group_size),
+        "replicas": np.int64(tables.replicas),
+        "shard_groups": tables.shard_groups,
+        "replicate_groups": tables.replicate_groups,
+        "all_groups": tables.all_groups,
+        "divisor": np.float64(divisor),
+        "with_stats": np.int64(with_stats),
+    }
+    memory = temp(operands, _digest(target, results, attributes))
     with set_xla_metadata(**_ON_COLLECTIVE_STREAM), jax.named_scope(PREFIX + name):
         emitted = _ffi.call(
-            target,
-            results,
-            operands,
-            aliases=aliases,
-            slots=tables.slots,
-            buckets=tables.buckets,
-            bucket_names=tables.bucket_names,
-            group_size=np.int64(tables.group_size),
-            replicas=np.int64(tables.replicas),
-            shard_groups=tables.shard_groups,
-            replicate_groups=tables.replicate_groups,
-            all_groups=tables.all_groups,
-            divisor=np.float64(divisor),
-            with_stats=np.int64(with_stats),
+            target, results, [*operands, memory], aliases=aliases, **attributes
         )
     return list(lax.optimization_barrier(tuple(emitted)))
+
+
+def _digest(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    attributes: Mapping[str, Any],
+) -> int:
+    """Returns a number that tells calls apart, the same in every process."""
+    types = [(result.shape, str(result.dtype)) for result in results]
+    text = hashlib.sha256(repr((target, types)).encode())
+    for name, value in attributes.items():
+        data = value.encode() if isinstance(value, str) else value.tobytes()
+        text.update(f"{name}:{len(data)}:".encode() + data)
+    return int.from_bytes(text.digest()[:8], "little", signed=True)

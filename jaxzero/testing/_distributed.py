@@ -46,8 +46,11 @@ def initialize() -> None:
         jax.distributed.initialize()
     else:
         devices = os.environ.get(environment.LOCAL_DEVICE_IDS)
+        coordinator = _variable(environment.COORDINATOR)
         jax.distributed.initialize(
-            coordinator_address=_variable(environment.COORDINATOR),
+            coordinator_address=coordinator,
+            # All ranks are here; the default listens on all interfaces.
+            coordinator_bind_address=coordinator,
             num_processes=int(_variable(environment.NUM_PROCESSES)),
             process_id=int(_variable(environment.PROCESS_ID)),
             local_device_ids=[int(d) for d in devices.split(",")] if devices else None,

@@ -69,17 +69,13 @@ def main(arguments: Sequence[str]) -> int:
     except UsageError as error:
         print(f"{PROG}: error: {error} (see {PROG} --help)", file=sys.stderr)
         return 2
-    with _log_dir(options) as logs:
+    with _logs(options) as logs:
         programs = [
-            Program(
-                command=options.command,
-                environment=variables,
-                log=logs / f"rank-{rank}.log",
-            )
-            for rank, variables in enumerate(environments)
+            Program(command=options.command, environment=variables, log=log)
+            for variables, log in zip(environments, logs, strict=True)
         ]
         outcome = run(programs, options.timeout_s)
-        print(report(outcome, [program.log for program in programs]), end="")
+        print(report(outcome, logs), end="")
     return _exit_code(outcome)
 
 
@@ -197,13 +193,17 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _log_dir(options: Options) -> Iterator[Path]:
+def _logs(options: Options) -> Iterator[list[Path]]:
+    """Yields the file for each rank's output."""
+    ranks = range(options.processes)
     if options.log_dir is not None:
         options.log_dir.mkdir(parents=True, exist_ok=True)
-        yield options.log_dir
+        yield [options.log_dir / f"rank-{rank}.log" for rank in ranks]
         return
-    with tempfile.TemporaryDirectory(prefix="jaxzero-ranks-") as temporary:
-        yield Path(temporary)
+    with contextlib.ExitStack() as files:
+        # Files without a name: nothing is left of them, even if this program is killed.
+        opened = [files.enter_context(tempfile.TemporaryFile()) for _ in ranks]
+        yield [Path(f"/proc/self/fd/{file.fileno()}") for file in opened]
 
 
 def report(outcome: Outcome, logs: Sequence[Path]) -> str:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from jaxzero import _cpu, _ffi
 
-_ffi.load()
+_ffi.register()
 
 Array = npt.NDArray[np.generic]
 

@@ -132,3 +132,53 @@ def test_a_missing_token() -> None:
             divisor=np.float64(1),
             with_stats=np.int64(0),
         )
+
+
+@pytest.mark.parametrize("kind", ["pack", "unpack_leaves"])
+def test_a_leaf_in_the_memory_of_the_bucket(kind: str) -> None:
+    """Elements move, and some would be overwritten before they are read."""
+    slot = Slot(outer=2, length=4, chunk=2)
+    results: list[Any] = [((8,), "float32")]
+    attributes: dict[str, Any] = {}
+    if kind == "pack":
+        attributes = {"pre_scale": np.float64(1)}
+    else:
+        results.append(((1,), "float32"))
+    message = "slot 0: leaf 0 shares memory with the bucket, expected its own"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        calls.call(
+            f"jaxzero_{kind}",
+            results,
+            [np.arange(8, dtype=np.float32)],
+            {0: 0},
+            slots=calls.table([slot]),
+            group_size=np.int64(2),
+            **attributes,
+        )
+
+
+def test_a_base_in_the_memory_of_another_result() -> None:
+    slots = [
+        Slot(operand=0, length=4, chunk=4),
+        Slot(operand=1, length=4, chunk=4, row_offset=4, base=0, accumulate=1),
+    ]
+    message = "slot 1: its base shares memory with the result of slot 0"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        calls.unpack(
+            slots,
+            np.ones(8, np.float32),
+            ["float32"] * 2,
+            [np.ones(4, np.float32)],
+            aliases={1: 0},
+        )
+
+
+def test_more_empty_rows_than_sizes_can_count() -> None:
+    message = "rows: found 4611686018427387904 rows, expected at least 1 and at most"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        calls.unpack(
+            [Slot(length=0, chunk=0)],
+            np.ones(0, np.float32),
+            ["float32"],
+            num_rows=1 << 62,
+        )

@@ -312,3 +312,57 @@ def test_a_table_that_contradicts_itself_is_refused(
             lambda grads: jaxzero.shard_grads(grads, "data"),
             types(SHAPES, "bfloat16"),
         )
+
+
+def test_no_two_calls_share_temporary_memory(
+    devices: Any, compile_for_h200: Any
+) -> None:
+    """XLA takes it for read-only, and merged those of calls that end in one leaf."""
+    mesh = Mesh(devices.reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def step(grads: Any) -> Any:
+        other = grads | {"matrix": grads["matrix"] * 2}
+        return [
+            jaxzero.shard_grads(grads, "a", replicate_axis="b"),
+            jaxzero.shard_grads(grads, "b", replicate_axis="a"),
+            jaxzero.shard_grads(other, "a", replicate_axis="b"),
+        ]
+
+    shapes = {name: SHAPES[name] for name in ("matrix", "narrow")}
+    program = compile_for_h200(mesh, step, types(shapes, "bfloat16"))
+    assert program.calls("jaxzero_reduce_scatter") == 3
+    assert program.calls("jaxzero_temp") == 3
+
+
+def test_rows_whose_sizes_overflow_are_refused() -> None:
+    """The temp came out as zero bytes, and the first launch wrote beyond it."""
+    module = _ffi.cuda_module()
+    slot = {"operand": 0, "outer": 1, "length": 1, "inner": 1, "chunk": 1}
+    slot |= {"begin": 0, "count": 1, "row_offset": 512, "base": -1, "accumulate": 0}
+    codes = module.bucket_codes()
+    bucket = {
+        "kind": codes["kind"].index("packed"),
+        "collective": codes["collective"].index("all_reduce"),
+        "comm_dtype": codes["comm_dtype"].index("float64"),
+        **{"send_rows": 1, "recv_rows": 1, "row_numel": (1 << 60) - 1},
+        **{"slot_begin": 0, "slot_count": 1, "pre_scale_exponent": 0, "lands": 0},
+    }
+    slots = _ffi.slot_table([slot]).tobytes()
+    table = np.array([bucket[c] for c in module.bucket_columns()], np.int64).tobytes()
+    with pytest.raises(ValueError, match=r"bucket 0: found 1 rows of 1152921504606846"):
+        module.reduce_temp_bytes(slots, table, 1, 2, False)
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 2], [0, 1, 2, 4], [-1, 1, 2, 3]])
+def test_devices_that_are_not_those_of_the_mesh_are_refused(
+    mesh: Mesh, compile_for_h200: Any, monkeypatch: pytest.MonkeyPatch, ids: list[int]
+) -> None:
+    from jaxzero._axis import Axis
+
+    monkeypatch.setattr(Axis, "replica_groups", lambda *_: np.array([ids], np.int64))
+    with pytest.raises(Exception, match=r"shard_groups: found device -?\d, expected"):
+        compile_for_h200(
+            mesh,
+            lambda grads: jaxzero.shard_grads(grads, "data"),
+            types(SHAPES, "bfloat16"),
+        )

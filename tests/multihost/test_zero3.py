@@ -104,6 +104,24 @@ def test_a_checkpoint_continues_on_another_mesh(
     assert int(state.step) == 6
 
 
+def test_parameters_may_be_arrays_of_several_processes(spmd: Spmd) -> None:
+    zero = make(spmd)
+    born = start(zero)
+    given = zero.export_state(born)["params"]
+    state = zero.init(given)
+    for found, right in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(born.params), strict=True
+    ):
+        assert found.sharding == right.sharding
+        for mine, its in zip(
+            found.addressable_shards, right.addressable_shards, strict=True
+        ):
+            np.testing.assert_array_equal(mine.data, its.data)
+    # The step donates the state, and what was given stays.
+    zero.step(state, training.batches(1)[0])
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
 def test_leaves_that_are_no_arrays_of_numbers(spmd: Spmd) -> None:
     def loss(params: Any, batch: Any) -> jax.Array:
         noise = jax.random.normal(batch["key"], (3,))
@@ -119,6 +137,21 @@ def test_leaves_that_are_no_arrays_of_numbers(spmd: Spmd) -> None:
     want = jnp.sum(jax.random.normal(key, (3,))) * 0.5
     want *= jnp.mean(jax.vmap(jax.random.normal)(keys))
     np.testing.assert_allclose(float(metrics.loss), float(want), rtol=1e-5)
+
+
+def test_leaves_that_go_whole_and_a_batch_that_is_uneven(spmd: Spmd) -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(batch["x"].sum(0) * batch["weights"].sum()) * params["w"][0]
+
+    zero = jaxzero.zero3(
+        loss, optax.sgd(1.0), spmd.mesh, batch_dims={"x": 1, "weights": None}
+    )
+    state = zero.init({"w": np.ones(3, np.float32)})
+    for surplus in (0, 1):
+        x = np.arange(3 * (2 * spmd.ranks + surplus), dtype=np.float32).reshape(3, -1)
+        batch = {"x": x, "weights": np.float32([1, 2])}
+        found = zero.evaluate(state, batch, uneven=bool(surplus))
+        np.testing.assert_allclose(found, 3 * x.sum(0).mean(), rtol=1e-6)
 
 
 DIFFERENCES: dict[str, Any] = {

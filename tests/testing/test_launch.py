@@ -152,6 +152,37 @@ def test_a_launcher_that_is_stopped_leaves_no_process(
         launcher.assert_nothing_left()
 
 
+def test_a_launcher_that_is_killed_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks, temporary = tmp_path / "marks", tmp_path / "temporary"
+    marks.mkdir()
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with Launcher("-n", "2", "--", *program(WITH_CHILD), str(marks)) as launcher:
+        wait_until(lambda: len(list(marks.iterdir())) == 2, 30, "two children")
+        launcher.process.kill()
+        launcher.finish()
+        launcher.assert_nothing_left()
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_coordinator_listens_on_this_machine_only() -> None:
+    code = """
+import os, jaxzero.testing
+jaxzero.testing.initialize()
+if os.environ["JAXZERO_PROCESS_ID"] == "0":
+    port = int(os.environ["JAXZERO_COORDINATOR"].rpartition(":")[2])
+    lines = [l.split() for f in ("tcp", "tcp6") for l in open("/proc/net/" + f)]
+    found = {l[1] for l in lines if l[3] == "0A" and l[1].endswith(f":{port:04X}")}
+    print("listens on", found)
+"""
+    done = launch("-n", "2", "--", *program(code))
+    assert done.code == 0, done.output
+    assert "0100007F:" in done.output.partition("listens on")[2]
+    assert "00000000:" not in done.output.partition("listens on")[2]
+
+
 def test_a_launcher_killed_while_it_starts_ranks_leaves_no_process(
     tmp_path: Path,
 ) -> None:

@@ -162,3 +162,62 @@ def test_a_list_that_was_named_as_one_layer_is_explained(make_mesh: MakeMesh) ->
     state = zero.init({"layers": [{"w": np.eye(8, dtype=np.float32)}] * 3})
     with pytest.raises(ValueError, match="entries of a list, layers='blocks/\\*'"):
         zero.step(state, np.ones((4, 8), np.float32))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("layers", [(), "blocks/*"])
+def test_a_batch_of_any_number_of_examples(
+    make_mesh: MakeMesh, accumulate: int, layers: Any
+) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        value = training.loss(params, batch)
+        noise = jax.vmap(jax.random.uniform)(batch["key"])
+        # Turned, so that examples lie along dimension 1, and in full.
+        turned = jnp.mean(batch["turned"][1] * batch["weights"].sum())
+        return value, {"turned": turned, "noise": jnp.mean(noise)}
+
+    zero = zero3(
+        loss,
+        optax.sgd(0.1),
+        make_mesh((2, 2), ("replica", "data")),
+        replicate_axis="replica",
+        accumulate=accumulate,
+        layers=layers,
+        has_aux=True,
+        batch_dims=lambda path, _: {"['turned']": 1, "['weights']": None}.get(path, 0),
+    )
+    params = training.init(jax.random.key(0))
+    state = zero.init(params)
+    whole = training.batches(1)[0]
+    for count in (1, 3, 4, 7, 11, 12, 24):
+        batch = {name: leaf[:count] for name, leaf in whole.items()}
+        batch |= {
+            "turned": batch["x"].T,
+            "weights": np.float32([1, 2, 3, 4, 5]),
+            "key": jax.random.split(jax.random.key(1), count),
+        }
+        found = zero.evaluate(state, batch, uneven=True)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+            found,
+            loss(params, batch),
+        )
+        np.testing.assert_allclose(
+            found[1]["turned"], np.float64(batch["x"])[:, 1].mean() * 15, rtol=1e-5
+        )
+
+
+def test_an_uneven_batch_that_has_no_mean_is_refused(make_mesh: MakeMesh) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(batch) * params["w"][0]
+
+    for policy in (Policy(op="sum"), Policy(divide_by=4)):
+        zero = zero3(loss, optax.sgd(0.1), make_mesh(4), policy=policy)
+        state = zero.init({"w": np.ones(4, np.float32)})
+        with pytest.raises(ValueError, match=r"op='mean' alone.*weigh 0"):
+            zero.evaluate(state, np.ones(5, np.float32), uneven=True)
+    zero = zero3(loss, optax.sgd(0.1), make_mesh(4))
+    with pytest.raises(ValueError, match="0 examples"):
+        zero.evaluate(state, np.ones(0, np.float32), uneven=True)
+    with pytest.raises(ValueError, match=r"\(5,\).*divides by 4.*uneven=True"):
+        zero.evaluate(state, np.ones(5, np.float32))

@@ -13,6 +13,7 @@ from conftest import MakeMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxzero import LossScale, Policy, zero3
+from jaxzero._train import export
 
 CUTS = {"in": 1, "blocks": None, "out": "whole", "bias": None}
 BEFORE, AFTER = 3, 3
@@ -358,3 +359,20 @@ def test_states_that_do_not_fit_are_refused(
     with pytest.raises(ValueError) as error:
         zero.import_state(spoil(saved()), like=shapes if like else None)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_second_export_compiles_nothing() -> None:
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.mean(batch @ params["w"])
+
+    zero = zero3(loss_fn, optax.sgd(0.1), mesh)
+    state = zero.init({"w": jnp.ones(3)})
+    zero.export_state(state)
+    before = export._to_true._cache_size()
+    state, _ = zero.step(state, jnp.ones((2, 3)))
+    found = zero.export_state(state)["params"]["w"]
+    assert before >= 1
+    assert export._to_true._cache_size() == before
+    np.testing.assert_allclose(found, np.full(3, 0.9), rtol=1e-6)

@@ -12,6 +12,7 @@ import oracle
 import pytest
 import training
 from conftest import MakeMesh
+from jax import lax
 from pairwise import Row, assert_pairwise, ident, pairwise
 
 import jaxzero
@@ -38,6 +39,9 @@ FACTORS: dict[str, list[Any]] = {
     "loss_scale": [None, 64.0],
     "skip_nonfinite": [False, True],
     "has_aux": [False, True],
+    "meets": [False, True],
+    "turned": [False, True],
+    "closure": [False, True],
 }
 BLOCK_CUTS: dict[str, Any] = {
     "default": None,
@@ -95,10 +99,28 @@ def make(row: Row, factor: float, make_mesh: MakeMesh) -> jaxzero.Zero3:
     """Returns the run of a row, whose gradients are `factor` times the mean."""
     loss = training.loss_stacked if row["model"] == "stacked" else training.loss
 
-    def with_aux(params: Any, batch: Any) -> Any:
-        return loss(params, batch), {"y": jnp.mean(batch["y"])}
-
     axes = (row["replicas"] or 1, row["ranks"])
+    names = ("data", "replica") if row["replicas"] else "data"
+    captured = jnp.arange(3.0)
+
+    def chosen(params: Any, batch: Any) -> Any:
+        x = batch["x"].T if row["turned"] else batch["x"]
+        if row["turned"]:
+            x = x * batch["ones"].sum()
+        if row["closure"]:
+            x = x * captured[1]
+        value = loss(params, {"x": x, "y": batch["y"]})
+        if row["meets"] and row["scaled"] == "mean":
+            return lax.pmean(value, names)
+        if row["meets"]:
+            # What is equal on all devices may be a factor of what is not.
+            total = lax.psum(jnp.sum(batch["y"] ** 2), names)
+            return value * (total / lax.psum(jnp.sum(batch["y"] ** 2), names))
+        return value
+
+    def with_aux(params: Any, batch: Any) -> Any:
+        return chosen(params, batch), {"y": jnp.mean(batch["y"])}
+
     scaled = row["scaled"]
     fields = ("compute_dtype", "comm_dtype", "shard_dtype", "reduction")
     fields += ("bucket_bytes", "direct_bytes", "min_shard_numel")
@@ -109,7 +131,7 @@ def make(row: Row, factor: float, make_mesh: MakeMesh) -> jaxzero.Zero3:
     )
     block_cuts = BLOCK_CUTS[row["cuts"]]
     return jaxzero.zero3(
-        with_aux if row["has_aux"] else loss,
+        with_aux if row["has_aux"] else chosen,
         # Linear in the gradients, so that rounding stays what it is.
         optax.sgd(RATE / factor, momentum=0.5),
         make_mesh(axes, ("replica", "data"), row["kind"]),
@@ -130,7 +152,15 @@ def make(row: Row, factor: float, make_mesh: MakeMesh) -> jaxzero.Zero3:
         and LossScale(initial=row["loss_scale"], growth_interval=1),
         skip_nonfinite=row["skip_nonfinite"],
         has_aux=row["has_aux"],
+        batch_dims={"x": 1, "y": 0, "ones": None} if row["turned"] else 0,
     )
+
+
+def as_given(row: Row, batch: Any) -> Any:
+    """Returns a batch as a row's loss takes it: turned, beside a leaf that is not."""
+    if not row["turned"]:
+        return batch
+    return batch | {"x": batch["x"].T, "ones": np.float32([0.5, 0.25, 0.25])}
 
 
 @functools.cache
@@ -200,7 +230,7 @@ def test_options_work_together(make_mesh: MakeMesh, row: Row) -> None:
     curve, want = expected(stored, data, bad, factor=factor, limit=limit)
     found, scale = [], row["loss_scale"]
     for i, batch in enumerate(data):
-        state, metrics = jax.block_until_ready(zero.step(state, batch))
+        state, metrics = jax.block_until_ready(zero.step(state, as_given(row, batch)))
         assert bool(metrics.skipped) == (i == bad)
         if scale is None:
             assert metrics.loss_scale is None

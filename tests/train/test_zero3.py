@@ -164,6 +164,14 @@ def test_clipping_sees_the_norm_of_all_ranks(
     assert_same(found, expected(0.1), 2e-4)
 
 
+def test_a_limit_far_below_the_norm_leaves_the_direction(make_mesh: MakeMesh) -> None:
+    """Their quotient alone is no float32."""
+    zero = zero3(overflowing, optax.sgd(1e20), make_mesh(4), clip_norm=1e-20)
+    state = zero.init({"w": np.zeros(4, np.float32), "s": np.float32(0)})
+    state, _ = zero.step(state, {"g": np.full((4, 4), 1e28, np.float32)})
+    np.testing.assert_allclose(state.params["w"], np.full(4, -0.5), rtol=1e-5)
+
+
 CUTS = {"in": 1, "blocks": None, "out": "whole", "bias": "whole"}
 
 
@@ -440,6 +448,10 @@ def refuse(make_mesh: MakeMesh, **options: Any) -> str:
         ({"sync": "last", "layers": "blocks/*"}, ("sync='last'", "layers")),
         ({"clip_norm": 0.0}, ("clip_norm=0.0", "above 0")),
         ({"clip_norm": math.inf}, ("clip_norm=inf", "finite")),
+        ({"clip_norm": "1.0"}, ("zero3: clip_norm='1.0'", "finite number above 0")),
+        ({"clip_norm": True}, ("zero3: clip_norm=True", "finite number above 0")),
+        ({"clip_norm": np.True_}, ("clip_norm=np.True_", "finite number above 0")),
+        ({"accumulate": np.True_}, ("accumulate=np.True_", "whole number")),
     ],
 )
 def test_options_at_odds_are_refused(
