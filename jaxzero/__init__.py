@@ -12,6 +12,8 @@ from jaxzero._collectives.shard_params import unshard_params as unshard_params
 from jaxzero._ffi import CUSTOM_CALLS as CUSTOM_CALLS
 from jaxzero._ffi import register as register
 from jaxzero._gathered import gathered as gathered
+from jaxzero._layout import Layout as Layout
+from jaxzero._make_layout import make_layout as make_layout
 from jaxzero._memory.estimate import DeviceBytes as DeviceBytes
 from jaxzero._memory.estimate import MemoryEstimate as MemoryEstimate
 from jaxzero._memory.estimate import estimate_memory as estimate_memory

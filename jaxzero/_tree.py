@@ -17,10 +17,11 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a pytree with its key path."""
+    """One array of a pytree with its key path, as text and as keys."""
 
     path: str
     value: Any
+    keys: tuple[Any, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +77,10 @@ def flatten(tree: PyTree, what: str, *, shapes_suffice: bool = False) -> Flat:
             out[index] = value
         return jax.tree.unflatten(treedef, out)
 
-    leaves = tuple(Leaf(path_name(with_paths[i][0]), values[i]) for i in moved)
+    leaves = tuple(
+        Leaf(path_name(with_paths[i][0]), values[i], tuple(with_paths[i][0]))
+        for i in moved
+    )
     return Flat(leaves, rebuild, treedef)
 
 
@@ -120,21 +124,50 @@ def match(tree: PyTree, reference: Flat, what: str, reference_name: str) -> Flat
       ValueError: naming the first key path that only one of them has.
     """
     flat = flatten(tree, what)
+    paths = [leaf.path for leaf in reference.leaves]
+    check_structure(
+        flat, reference.treedef, paths, what, reference_name, all_leaves=True
+    )
+    return flat
+
+
+def check_structure(
+    flat: Flat,
+    treedef: Any,
+    paths: Sequence[str],
+    what: str,
+    reference: str,
+    *,
+    all_leaves: bool = False,
+) -> None:
+    """Refuses a tree of another structure.
+
+    Args:
+      flat: the tree.
+      treedef: the structure that it should have.
+      paths: key paths of the leaves that it may have.
+      what: its name in messages.
+      reference: the name of what it should be like.
+      all_leaves: whether none may be `float0`.
+
+    Raises:
+      ValueError: naming the first key path that only one of both has.
+    """
     ours = [leaf.path for leaf in flat.leaves]
-    theirs = [leaf.path for leaf in reference.leaves]
-    if flat.treedef == reference.treedef and ours == theirs:
-        return flat
-    missing = [path for path in theirs if path not in set(ours)]
-    surplus = [path for path in ours if path not in set(theirs)]
+    missing = sorted(set(paths) - set(ours), key=paths.index)
+    surplus = [path for path in ours if path not in set(paths)]
+    same = flat.treedef == treedef and not surplus
+    if same and not (missing and all_leaves):
+        return
     if missing:
-        found = f"{what} has no leaf {missing[0]}, which {reference_name} has"
+        found = f"{what} has no leaf {missing[0]}, which {reference} has"
     elif surplus:
-        found = f"{what} has a leaf {surplus[0]}, which {reference_name} does not have"
+        found = f"{what} has a leaf {surplus[0]}, which {reference} does not have"
     else:
-        found = f"the containers differ: {flat.treedef} against {reference.treedef}"
+        found = f"the containers differ: {flat.treedef} against {treedef}"
     raise ValueError(
-        f"{what} must have the structure of {reference_name}, but {found}. Build it "
-        f"with jax.tree.map over {reference_name}."
+        f"{what} must have the structure of {reference}, but {found}. Build it "
+        f"with jax.tree.map over {reference}."
     )
 
 

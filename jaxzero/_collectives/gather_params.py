@@ -1,17 +1,19 @@
 """gather_params: shards in, full parameters out; its transpose is shard_grads."""
 
-from jaxzero._axis import AxisName, bind_axis
+from jaxzero._axis import AxisName
 from jaxzero._collectives.gather import gather_leaves, gather_plain, plan_gathering
 from jaxzero._collectives.shards import read_shards
 from jaxzero._cut import CutTree
+from jaxzero._layout import Layout
+from jaxzero._make_layout import bind_layout, check_alone
 from jaxzero._policy import Policy
 from jaxzero._tree import PyTree
 
 
 def gather_params(
     shards: PyTree,
-    like: PyTree,
-    axis_name: AxisName,
+    like: PyTree | Layout,
+    axis_name: AxisName | None = None,
     *,
     policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
@@ -27,7 +29,7 @@ def gather_params(
       shards: pytree of this rank's shards.
       like: pytree of the same structure with the true shapes and dtypes, such as
         `jax.eval_shape(init, key)`. Never inferred from the shards, because padding
-        cannot be told from data.
+        cannot be told from data. Or a `Layout` alone, which says all of this.
       axis_name: mesh axis, or tuple of axes in rank order.
       policy: `compute_dtype` is the dtype of the result (None: that of `like`) and
         of the wire; `min_shard_numel` must be that of `shard_params`; `comm_dtype`
@@ -60,8 +62,27 @@ def gather_params(
       >>> jax.jit(full)(shards)["w"].shape
       (2, 3)
     """
-    axis = bind_axis(axis_name, replicate_axis, "gather_params")
-    leaves = read_shards(axis, shards, like, cuts, policy)
+    if isinstance(like, Layout):
+        check_alone("gather_params", axis_name=axis_name)
+        given: AxisName | Layout = like
+        like = like.like
+    elif axis_name is None:
+        raise TypeError(
+            "gather_params: axis_name is missing beside true shapes; expected a mesh "
+            "axis, or a layout alone. Give make_layout(like, axis_name)."
+        )
+    else:
+        given = axis_name
+    axis, layout = bind_layout(
+        given,
+        like,
+        "gather_params",
+        what="like",
+        cuts=cuts,
+        min_shard_numel=policy.min_shard_numel,
+        replicate_axis=replicate_axis,
+    )
+    leaves = read_shards(axis, layout, shards, like, policy)
     gathering = plan_gathering(leaves.specs, axis, policy)
     return leaves.rebuild(
         gather_leaves(gathering, leaves.values),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxzero._axis import Axis, check_not_auto_sharded, varying
-from jaxzero._cut import CutOption, CutTree, cut_leaf
+from jaxzero._cut import Cut
 from jaxzero._dtypes import (
     check_summable,
     component_dtype,
@@ -13,9 +13,10 @@ from jaxzero._dtypes import (
     kind,
     like_kind,
 )
+from jaxzero._layout import Layout
 from jaxzero._plan import LeafSpec
 from jaxzero._policy import Policy
-from jaxzero._tree import Leaf, PyTree, broadcast_cuts, check_width, flatten, match
+from jaxzero._tree import Leaf, PyTree, check_width, flatten, match
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,23 +37,25 @@ class Leaves:
 
 
 def read_leaves(
-    axis: Axis, grads: PyTree, into: PyTree | None, cuts: CutTree, policy: Policy
+    axis: Axis, layout: Layout, grads: PyTree, into: PyTree | None, policy: Policy
 ) -> Leaves:
     """Returns the leaves of a call of `shard_grads`.
 
     Raises:
-      ValueError: for an `into` of another structure or shape, or a cut that does not
-        fit.
+      ValueError: for `grads` that are not of the layout, or an `into` of another
+        structure or shape.
       TypeError: for dtypes that cannot be summed or stored.
       NotImplementedError: in a partly manual shard_map.
     """
     flat = flatten(grads, "grads")
     sums = None if into is None else match(into, flat, "into", "grads")
-    options = broadcast_cuts(cuts, grads, flat)
+    layout.check(flat, "grads")
     return Leaves(
         specs=[
-            _spec(axis, leaf, option, policy, None if sums is None else sums.leaves[i])
-            for i, (leaf, option) in enumerate(zip(flat.leaves, options, strict=True))
+            _spec(axis, leaf, own.cut, policy, None if sums is None else sums.leaves[i])
+            for i, (leaf, own) in enumerate(
+                zip(flat.leaves, layout.of(flat, "grads"), strict=True)
+            )
         ],
         values=[leaf.value for leaf in flat.leaves],
         into=None if sums is None else [leaf.value for leaf in sums.leaves],
@@ -62,8 +65,7 @@ def read_leaves(
 
 def leaf_spec(
     leaf: Leaf,
-    option: CutOption,
-    group_size: int,
+    cut: Cut,
     policy: Policy,
     *,
     into_dtype: str | None = None,
@@ -74,7 +76,6 @@ def leaf_spec(
 
     Raises:
       TypeError: for dtypes that cannot be summed or stored.
-      ValueError: for a cut that does not fit the leaf.
     """
     dtype = check_summable(leaf.dtype, leaf.path, policy.comm_dtype)
     shard_dtype = into_dtype or dtype
@@ -85,20 +86,19 @@ def leaf_spec(
         shape=leaf.shape,
         dtype=dtype,
         shard_dtype=shard_dtype,
-        cut=cut_leaf(option, leaf.path, leaf.shape, group_size, policy.min_shard_numel),
+        cut=cut,
         summed=summed,
         varying=varying,
     )
 
 
 def _spec(
-    axis: Axis, leaf: Leaf, option: Any, policy: Policy, into: Leaf | None
+    axis: Axis, leaf: Leaf, cut: Cut, policy: Policy, into: Leaf | None
 ) -> LeafSpec:
     check_not_auto_sharded(f"leaf {leaf.path}", leaf.value, "shard_grads")
     spec = leaf_spec(
         leaf,
-        option,
-        axis.group_size,
+        cut,
         policy,
         into_dtype=None if into is None else into.dtype,
         summed=axis.typed and axis.unvarying_axes(leaf.value) == axis.all_names,

@@ -2,10 +2,12 @@
 
 from typing import Literal, overload
 
-from jaxzero._axis import AxisName, bind_axis
+from jaxzero._axis import AxisName
 from jaxzero._collectives.leaves import read_leaves
 from jaxzero._collectives.reduce import plan_reduction, reduce_leaves
 from jaxzero._cut import CutTree
+from jaxzero._layout import Layout
+from jaxzero._make_layout import bind_layout
 from jaxzero._norms.stats import Stats, of_all_ranks
 from jaxzero._policy import Policy
 from jaxzero._tree import PyTree
@@ -14,7 +16,7 @@ from jaxzero._tree import PyTree
 @overload
 def shard_grads(
     grads: PyTree,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     *,
     into: PyTree | None = ...,
     policy: Policy = ...,
@@ -27,7 +29,7 @@ def shard_grads(
 @overload
 def shard_grads(
     grads: PyTree,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     *,
     into: PyTree | None = ...,
     policy: Policy = ...,
@@ -39,7 +41,7 @@ def shard_grads(
 
 def shard_grads(
     grads: PyTree,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     *,
     into: PyTree | None = None,
     policy: Policy = Policy(),  # noqa: B008  (frozen)
@@ -66,7 +68,8 @@ def shard_grads(
         float16, float64, complex64 or complex128. Narrower leaves need
         `policy.comm_dtype` and are converted to it. `None`, `float0` and
         `optax.MaskedNode` pass through.
-      axis_name: mesh axis, or tuple of axes in rank order, to shard over.
+      axis_name: mesh axis, or tuple of axes in rank order, to shard over; or a
+        `Layout` of the parameters, which then says all about cuts and replicas.
       into: shards of earlier microbatches, of the same structure. The result is
         `into` plus the reduced gradients, in the dtype of `into`. None starts anew.
         Donated accumulators are updated in place.
@@ -104,8 +107,16 @@ def shard_grads(
       >>> print(jax.jit(step)(grads)["w"])
       [0. 1. 2. 3.]
     """
-    axis = bind_axis(axis_name, replicate_axis, "shard_grads")
-    leaves = read_leaves(axis, grads, into, cuts, policy)
+    axis, layout = bind_layout(
+        axis_name,
+        grads,
+        "shard_grads",
+        what="grads",
+        cuts=cuts,
+        min_shard_numel=policy.min_shard_numel,
+        replicate_axis=replicate_axis,
+    )
+    leaves = read_leaves(axis, layout, grads, into, policy)
     reduction = plan_reduction(leaves.specs, axis, policy, accumulates=into is not None)
     shards, measured = reduce_leaves(reduction, leaves.values, leaves.into, with_stats)
     tree = leaves.rebuild(shards)

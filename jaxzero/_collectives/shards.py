@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxzero._axis import Axis, check_not_auto_sharded, varying
-from jaxzero._cut import Cut, CutTree, cut_stored_leaf
+from jaxzero._cut import Cut
 from jaxzero._dtypes import is_supported, kind, like_kind
+from jaxzero._layout import Layout
 from jaxzero._plan import LeafSpec
 from jaxzero._policy import Policy
 from jaxzero._tree import (
     Flat,
     Leaf,
     PyTree,
-    broadcast_cuts,
     check_width,
     flatten,
     match,
@@ -65,7 +65,7 @@ class Shards:
 
 
 def read_shards(
-    axis: Axis, shards: PyTree, like: PyTree, cuts: CutTree, policy: Policy
+    axis: Axis, layout: Layout, shards: PyTree, like: PyTree, policy: Policy
 ) -> Shards:
     """Returns the shards of a call of `gather_params`.
 
@@ -77,17 +77,11 @@ def read_shards(
     """
     flat_like = flatten(like, "like", shapes_suffice=True)
     flat = match(shards, flat_like, "shards", "like")
-    options = broadcast_cuts(cuts, like, flat_like)
     read = Shards(specs=[], values=[], dtypes=[], plain=[], flat=flat, planned=[])
-    for shard, true, option in zip(flat.leaves, flat_like.leaves, options, strict=True):
-        cut = cut_stored_leaf(
-            option,
-            true.path,
-            true.shape,
-            true.dtype,
-            axis.group_size,
-            policy.min_shard_numel,
-        )
+    for shard, true, own in zip(
+        flat.leaves, flat_like.leaves, layout.of(flat, "shards"), strict=True
+    ):
+        cut = own.cut
         _check_shape(shard, true, cut)
         _check_dtypes(shard, true)
         check_not_auto_sharded(f"leaf {shard.path}", shard.value, "gather_params")

@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jaxzero._layout import Group
 from jaxzero._memory.step import Leaves, Step, shard_bytes
-from jaxzero._train.layout import Group
 from jaxzero._transports.alive import array_bytes
 
 LAYERS_OUTSIDE_LOOP = 2

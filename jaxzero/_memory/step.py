@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from jaxzero._cut import cut_leaf
 from jaxzero._dtypes import check_summable, like_kind
+from jaxzero._layout import Group, Layout, LeafLayout
 from jaxzero._plan import LeafSpec, plan_gather, plan_reduce
 from jaxzero._policy import Policy
-from jaxzero._train.layout import Group, Layout, LeafLayout
 from jaxzero._train.options import Sync
 from jaxzero._transports.alive import Alive, array_bytes
 from jaxzero._transports.transport import Transport

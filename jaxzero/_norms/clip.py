@@ -10,6 +10,7 @@ from jax import lax
 from jaxzero._axis import Axis, AxisName, bind_axis
 from jaxzero._cut import CutTree
 from jaxzero._empty import empty_as_constants
+from jaxzero._layout import Layout
 from jaxzero._norms.global_norm import tree_norm
 from jaxzero._norms.scaled_sum import divided
 from jaxzero._numbers import finite_number
@@ -31,7 +32,7 @@ class GradientTransformation(NamedTuple):
 
 def clip_by_global_norm(
     max_norm: float,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     *,
     like: PyTree | None = None,
     policy: Policy = Policy(),  # noqa: B008  (frozen)
@@ -88,7 +89,8 @@ def clip_by_global_norm(
         del params
         call = "clip_by_global_norm"
         norm = tree_norm(updates, axis_name, like, policy, cuts, call)
-        axis = bind_axis(axis_name, None, call)
+        names = axis_name.names if isinstance(axis_name, Layout) else axis_name
+        axis = bind_axis(names, None, call)
         flat = flatten(updates, "tree")
         clipped = [_clipped_leaf(axis, leaf, norm, limit) for leaf in flat.leaves]
         return flat.rebuild(clipped), state

@@ -1,6 +1,6 @@
 """Norm and finiteness of a whole tree from the shards of every rank."""
 
-from collections.abc import Sequence
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ from jax import lax
 from jaxzero._axis import Axis, AxisName, bind_axis
 from jaxzero._cut import Cut, CutOption, CutTree, cut_leaf
 from jaxzero._dtypes import kind
+from jaxzero._layout import Layout, LeafLayout
+from jaxzero._make_layout import bind_layout, check_alone
 from jaxzero._norms.scaled_sum import norm_function, stack
 from jaxzero._policy import Policy
 from jaxzero._tree import (
@@ -23,7 +25,7 @@ from jaxzero._tree import (
 
 def global_norm(
     tree: PyTree,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     *,
     like: PyTree | None = None,
     policy: Policy = Policy(),  # noqa: B008  (frozen)
@@ -51,7 +53,8 @@ def global_norm(
     Args:
       tree: pytree of this rank's shards, of any real or complex floating dtype.
       axis_name: mesh axis, or tuple of axes in rank order, that shards are spread
-        over. The norm varies over further mesh axes if leaves do.
+        over; or the `Layout` of the tree, which says all of `like`, `policy` and
+        `cuts`. The norm varies over further mesh axes if leaves do.
       like: pytree of the same structure with the true shapes, such as
         `jax.eval_shape(init, key)`. Callables in `cuts` need it, and so does
         `policy.min_shard_numel` under `check_vma=False`.
@@ -127,27 +130,42 @@ def all_finite(tree: PyTree, axis_name: AxisName) -> jax.Array:
 
 def tree_norm(
     tree: PyTree,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     like: PyTree | None,
     policy: Policy,
     cuts: CutTree,
     call: str,
 ) -> jax.Array:
     """Returns the norm in float32, or float64 if there are 64-bit leaves."""
-    axis = bind_axis(axis_name, None, call)
-    if like is None:
+    if isinstance(axis_name, Layout):
+        check_alone(call, like=like)
+        like = axis_name.like
+    if not isinstance(axis_name, Layout) and like is None:
+        axis = bind_axis(axis_name, None, call)
         flat = flatten(tree, "tree")
         options = broadcast_cuts(cuts, tree, flat)
-        true_leaves: Sequence[Leaf | None] = [None] * len(flat.leaves)
+        counted = [
+            _counted_by_type(axis, leaf, option, policy, call)
+            for leaf, option in zip(flat.leaves, options, strict=True)
+        ]
     else:
-        flat_like = flatten(like, "like", shapes_suffice=True)
-        flat = match(tree, flat_like, "tree", "like")
-        options = broadcast_cuts(cuts, like, flat_like)
-        true_leaves = flat_like.leaves
+        axis, layout = bind_layout(
+            axis_name,
+            like,
+            call,
+            what="like",
+            cuts=cuts,
+            min_shard_numel=policy.min_shard_numel,
+        )
+        # Copies along replicate axes have one norm, as others that vary further.
+        axis = dataclasses.replace(axis, replicate=(), replicas=1)
+        flat = match(tree, flatten(like, "like", shapes_suffice=True), "tree", "like")
+        counted = [
+            _counted(axis, leaf, own, call)
+            for leaf, own in zip(flat.leaves, layout.of(flat, "tree"), strict=True)
+        ]
     values, once = [], []
-    for leaf, true, option in zip(flat.leaves, true_leaves, options, strict=True):
-        _check_dtype(leaf, call)
-        value, names = _counted(axis, leaf, true, option, policy, call)
+    for value, names in counted:
         if value.size:  # see jaxzero._empty
             values.append(_components(value))
             once.append(names)
@@ -167,35 +185,36 @@ def _check_dtype(leaf: Leaf, call: str) -> None:
     check_width(leaf.dtype, f"leaf {leaf.path}")
 
 
+def _counted_by_type(
+    axis: Axis, leaf: Leaf, option: CutOption, policy: Policy, call: str
+) -> tuple[jax.Array, tuple[str, ...]]:
+    """Returns a leaf of unknown true shape, and the axes along which it counts once."""
+    _check_dtype(leaf, call)
+    value = jnp.asarray(leaf.value)
+    _check_decided(axis, leaf, option, policy, call)
+    cut = cut_leaf(option, leaf.path, leaf.shape, axis.group_size)
+    return value, axis.names if cut.whole else axis.unvarying_axes(value)
+
+
 def _counted(
-    axis: Axis,
-    leaf: Leaf,
-    true: Leaf | None,
-    option: CutOption,
-    policy: Policy,
-    call: str,
+    axis: Axis, leaf: Leaf, own: LeafLayout, call: str
 ) -> tuple[jax.Array, tuple[str, ...]]:
     """Returns a leaf without padding, and the axes along which it counts once."""
+    _check_dtype(leaf, call)
     value = jnp.asarray(leaf.value)
-    equal = axis.unvarying_axes(value)
-    if true is None:
-        _check_decided(axis, leaf, option, policy, call)
-        cut = cut_leaf(option, leaf.path, leaf.shape, axis.group_size)
-        return value, axis.names if cut.layout == "whole" else equal
-    cut = cut_leaf(
-        option, true.path, true.shape, axis.group_size, policy.min_shard_numel
-    )
-    if equal == axis.names and leaf.shape == true.shape:
+    cut = own.cut
+    equal = all(name in axis.unvarying_axes(value) for name in axis.names)
+    if equal and leaf.shape == own.shape:
         return value, axis.names
     if leaf.shape != cut.shard_shape:
         raise ValueError(
             f"{call}: leaf {leaf.path} has shape {leaf.shape}; expected "
-            f"{cut.shard_shape}, the shard of a leaf of shape {true.shape} over "
+            f"{cut.shard_shape}, the shard of a leaf of shape {own.shape} over "
             f"{cut.ranks} ranks ({cut.layout} layout). Give the true shapes as like "
             f"(jax.eval_shape of the init function), and the policy and cuts that the "
             f"shards were made with."
         )
-    if cut.layout == "whole":
+    if cut.whole:
         return value, axis.names
     return _without_padding(axis, cut, value), ()
 
@@ -224,13 +243,13 @@ def _without_padding(axis: Axis, cut: Cut, shard: jax.Array) -> jax.Array:
         return shard
     # All padding is in the last positions, fewer than there are ranks. Only those are
     # counted, because a shard may be longer than 32 bits count.
-    most = min(cut.chunk * cut.ranks - cut.length, cut.chunk)
+    most = min(cut.surplus, cut.chunk)
     padding = [
         min(max((rank + 1) * cut.chunk - cut.length, 0), cut.chunk)
         for rank in range(cut.ranks)
     ]
     mine = jnp.asarray(padding, jnp.int32)[axis.rank()]
-    dim = cut.dim or 0
+    dim = cut.shard_dim
     tail = tuple(most if d == dim else n for d, n in enumerate(shard.shape))
     kept = lax.broadcasted_iota(jnp.int32, tail, dim) < most - mine
     before = [(cut.chunk - most if d == dim else 0, 0, 0) for d in range(shard.ndim)]

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from jaxzero._cut import Shape
+from jaxzero._layout import Layout, LeafLayout
 from jaxzero._norms.loss_scale import LossScaleState
 from jaxzero._train.export import Exported, auto_shardings, even_spec
-from jaxzero._train.layout import Layout, LeafLayout
 from jaxzero._train.optimizer_layout import match_leaves
 from jaxzero._tree import PyTree
 

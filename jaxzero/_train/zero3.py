@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import CutTree
+from jaxzero._layout import Layout
+from jaxzero._make_layout import Globs, check_alone, check_sizes
 from jaxzero._norms.loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
 from jaxzero._train import batch as placing
@@ -18,8 +20,6 @@ from jaxzero._train import export, restore
 from jaxzero._train.agreed_layout import agreed_layout
 from jaxzero._train.batch import Batches
 from jaxzero._train.batch_dims import BatchDims
-from jaxzero._train.layout import Layout
-from jaxzero._train.make_layout import Globs
 from jaxzero._train.optimizer import ShardedOptimizer
 from jaxzero._train.options import (
     LossFn,
@@ -45,7 +45,7 @@ def zero3(
     loss_fn: LossFn,
     optimizer: Optimizer,
     mesh: Mesh,
-    axis_name: AxisName = "data",
+    axis_name: AxisName | Layout = "data",
     *,
     policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
@@ -78,7 +78,8 @@ def zero3(
         dimensions (`cuts=lambda path, shape: 0 if len(shape) > 1 else None`); else
         `init` refuses, too.
       mesh: mesh of all devices.
-      axis_name: mesh axis, or tuple of axes, to shard over.
+      axis_name: mesh axis, or tuple of axes, to shard over; or a `Layout` of the
+        parameters, which then says all about cuts, replicas and layers.
       policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
       cuts: as for `shard_grads`; for a stacked leaf, the cut of each layer.
       replicate_axis: axis or axes along which shards are copies (hybrid sharding).
@@ -121,7 +122,15 @@ def zero3(
       >>> print(metrics.loss, state.params["w"])
       1.0 [0.1 0.1]
     """
-    names, replicate = axis_names(axis_name, replicate_axis, "zero3")
+    given = None
+    if isinstance(axis_name, Layout):
+        given = axis_name
+        check_alone("zero3", cuts=cuts, replicate_axis=replicate_axis)
+        check_alone("zero3", layers=layers or None, stacked=stacked or None)
+        check_sizes(given, mesh.shape, "zero3")
+        names, replicate = given.names, given.replicate
+    else:
+        names, replicate = axis_names(axis_name, replicate_axis, "zero3")
     check_mesh(mesh, names, replicate)
     missing = "" if replicate else "replicate_axis"
     check_choices("zero3", accumulate, sync, layers, stacked, missing)
@@ -142,6 +151,7 @@ def zero3(
             has_aux=has_aux,
             batch_dims=batch_dims,
         ),
+        given=given,
         cuts=cuts,
         layers=layers,
         stacked=stacked,
@@ -156,6 +166,7 @@ class Zero3:
         mesh: Mesh,
         options: StepOptions,
         *,
+        given: Layout | None,
         cuts: CutTree,
         layers: Globs,
         stacked: Globs,
@@ -163,6 +174,7 @@ class Zero3:
         self._mesh = mesh
         self._options = options
         self._optimizer = ShardedOptimizer(options.optimizer, mesh)
+        self._given = given
         self._cuts = cuts
         self._layers = layers
         self._stacked = stacked
@@ -382,6 +394,7 @@ class Zero3:
             like,
             self._options,
             self._mesh,
+            self._given,
             cuts=self._cuts,
             layers=self._layers,
             stacked=self._stacked,
