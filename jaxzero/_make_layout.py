@@ -76,11 +76,6 @@ def make_layout(
                 f"axes {', '.join(map(repr, sizes)) or '(none)'}. Name one of them, or "
                 f"give the mesh: mesh=..."
             )
-    numel = whole_number("make_layout: min_shard_numel", min_shard_numel, "elements")
-    if numel < 0:
-        raise ValueError(
-            f"make_layout: min_shard_numel={numel}; expected at least 0 (elements)."
-        )
     if any(_is_float0(leaf) for leaf in jax.tree.leaves(like)):
         raise TypeError(
             "make_layout: like holds float0 leaves, gradients of integers, which do "
@@ -93,7 +88,7 @@ def make_layout(
         sizes,
         what="like",
         cuts=cuts,
-        min_shard_numel=numel,
+        min_shard_numel=checked_numel("make_layout", min_shard_numel),
         layers=layers,
         stacked=stacked,
     )
@@ -106,7 +101,6 @@ def bind_layout(
     *,
     what: str,
     cuts: CutTree = None,
-    min_shard_numel: int = 0,
     replicate_axis: AxisName | None = None,
 ) -> tuple[Axis, Layout]:
     """Returns the axis of a call in a `shard_map`, and the layout of its tree.
@@ -117,7 +111,6 @@ def bind_layout(
       call: name of the public function, for messages.
       what: name of `like` in messages.
       cuts: as for `make_layout`, if the layout is made here.
-      min_shard_numel: likewise.
       replicate_axis: likewise.
 
     Raises:
@@ -133,12 +126,9 @@ def bind_layout(
             mesh_sizes(None),
             what=what,
             cuts=cuts,
-            min_shard_numel=min_shard_numel,
         )
         return axis, layout
     check_alone(call, cuts=cuts, replicate_axis=replicate_axis)
-    if min_shard_numel:
-        check_alone(call, min_shard_numel=min_shard_numel)
     axis = bind_axis(given.names, given.replicate or None, call)
     check_sizes(given, mesh_sizes(None), call)
     return axis, given
@@ -167,6 +157,21 @@ def check_sizes(layout: Layout, sizes: Mapping[str, int], call: str) -> None:
             f"{layout.replicas} replicas; the mesh has {ranks} and {replicas} along "
             f"its axes. Make the layout for this mesh: make_layout(..., mesh=mesh)."
         )
+
+
+def checked_numel(call: str, value: Any) -> int:
+    """Returns the size from which leaves are cut.
+
+    Args:
+      call: name of the public function, for messages.
+      value: as the user gave it.
+    """
+    numel = whole_number(f"{call}: min_shard_numel", value, "elements")
+    if numel < 0:
+        raise ValueError(
+            f"{call}: min_shard_numel={numel}; expected at least 0 (elements)."
+        )
+    return numel
 
 
 def check_alone(call: str, **options: Any) -> None:

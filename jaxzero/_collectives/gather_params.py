@@ -32,8 +32,7 @@ def gather_params(
         cannot be told from data. Or a `Layout` alone, which says all of this.
       axis_name: mesh axis, or tuple of axes in rank order.
       policy: `compute_dtype` is the dtype of the result (None: that of `like`) and
-        of the wire; `min_shard_numel` must be that of `shard_params`; `comm_dtype`
-        and `reduction` are for the backward pass.
+        of the wire; `comm_dtype` and `reduction` are for the backward pass.
       cuts: as given to `shard_grads` or `shard_params`.
       replicate_axis: axis or axes along which shards are copies; the backward pass
         sums over it too.
@@ -79,7 +78,6 @@ def gather_params(
         "gather_params",
         what="like",
         cuts=cuts,
-        min_shard_numel=policy.min_shard_numel,
         replicate_axis=replicate_axis,
     )
     leaves = read_shards(axis, layout, shards, like, policy)

@@ -129,8 +129,8 @@ def _check_into(spec: LeafSpec, into: Leaf, policy: Policy) -> None:
         raise ValueError(
             f"into leaf {into.path} has shape {into.shape}; expected {expected}, the "
             f"shard of a gradient of shape {spec.shape} ({spec.cut.layout} layout). "
-            f"Start with the result of shard_grads(..., into=None), or use the same "
-            f"cuts, axis and Policy(min_shard_numel=...) for both."
+            f"Start with the result of shard_grads(..., into=None), or give "
+            f"the same layout to both."
         )
     if not is_supported(into.dtype) or kind(into.dtype) != kind(spec.dtype):
         raise TypeError(

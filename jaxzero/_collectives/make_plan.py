@@ -59,7 +59,6 @@ def make_plan(
             {"data": ranks},
             what="tree",
             cuts=cuts,
-            min_shard_numel=policy.min_shard_numel,
         )
     flat = flatten(tree, "tree", shapes_suffice=True)
     specs = [

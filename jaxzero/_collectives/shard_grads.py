@@ -57,8 +57,7 @@ def shard_grads(
 
     A leaf of n elements over N ranks becomes, unless `cuts` says otherwise, rows
     [r * d0/N, (r + 1) * d0/N) where dimension 0 divides by N, else elements
-    [r * c, (r + 1) * c) of the flattened leaf, c = ceil(n / N), zero-padded. Leaves of
-    fewer than `policy.min_shard_numel` elements stay whole instead.
+    [r * c, (r + 1) * c) of the flattened leaf, c = ceil(n / N), zero-padded.
 
     Under `check_vma=True` a gradient that does not vary over the axis, such as that
     of a replicated parameter, is already summed: it is only sliced and scaled.
@@ -113,7 +112,6 @@ def shard_grads(
         "shard_grads",
         what="grads",
         cuts=cuts,
-        min_shard_numel=policy.min_shard_numel,
         replicate_axis=replicate_axis,
     )
     leaves = read_leaves(axis, layout, grads, into, policy)

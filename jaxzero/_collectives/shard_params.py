@@ -13,7 +13,6 @@ from jaxzero._cut import Cut, CutTree, cut_stored_leaf
 from jaxzero._layout import Layout, LeafLayout
 from jaxzero._make_layout import build_layout, check_alone, check_sizes
 from jaxzero._padding import padded, trimmed
-from jaxzero._policy import Policy
 from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
 
 
@@ -22,7 +21,6 @@ def shard_params(
     mesh: Mesh,
     axis_name: AxisName | Layout,
     *,
-    policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
 ) -> PyTree:
     """Spreads parameters over a mesh axis, outside `jit`.
@@ -32,7 +30,6 @@ def shard_params(
       mesh: the mesh.
       axis_name: mesh axis, or tuple of axes in rank order, to shard over; or a
         `Layout` of the parameters. Along the mesh's other axes the shards are copies.
-      policy: as for `shard_grads`; `min_shard_numel` is used.
       cuts: as for `shard_grads`.
 
     Returns:
@@ -69,7 +66,6 @@ def shard_params(
             mesh.shape,
             what="params",
             cuts=cuts,
-            min_shard_numel=policy.min_shard_numel,
         )
     flat = flatten(params, "params")
     _check_concrete(flat.leaves, "shard_params")
@@ -96,7 +92,6 @@ def unshard_params(
     shards: PyTree,
     like: PyTree | Layout,
     *,
-    policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
 ) -> PyTree:
     """Returns parameters in true shape as NumPy arrays, outside `jit`.
@@ -108,7 +103,6 @@ def unshard_params(
       shards: pytree of global arrays from `shard_params`, or from a train step that
         kept their layout.
       like: the `Layout`, or a pytree of the same structure with the true shapes.
-      policy: as given to `shard_params`; `min_shard_numel` is used.
       cuts: as given to `shard_params`.
 
     Returns:
@@ -144,7 +138,6 @@ def unshard_params(
                 true.shape,
                 shard.dtype,
                 _ranks(shard),
-                policy.min_shard_numel,
             )
             for shard, true, option in zip(
                 flat.leaves,
@@ -190,8 +183,8 @@ def _true_leaf(shard: Leaf, true: Leaf, cut: Cut) -> np.ndarray:
             f"shards leaf {shard.path} has global shape {shard.shape}; expected "
             f"{cut.global_shape}, a parameter of shape {true.shape} over N={cut.ranks} "
             f"ranks, as the array is sharded ({cut.layout} layout). Give the arrays "
-            f"of shard_params (not copies on the host), the true shapes as like, and "
-            f"the same cuts and Policy(min_shard_numel=...)."
+            f"of shard_params (not copies on the host), the true shapes as like "
+            f"and the same cuts; or the layout of both."
         )
     value: np.ndarray = trimmed(cut, _on_host(shard.value))
     return value.reshape(true.shape)

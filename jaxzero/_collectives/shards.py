@@ -103,8 +103,8 @@ def _check_shape(shard: Leaf, true: Leaf, cut: Cut) -> None:
             f"shards leaf {shard.path} has shape {shard.shape}; expected "
             f"{cut.shard_shape}, the shard of a parameter of shape {true.shape} over "
             f"{cut.ranks} ranks ({cut.layout} layout). Give the true shapes as like "
-            f"(jax.eval_shape of the init function), and the cuts and "
-            f"Policy(min_shard_numel=...) of shard_params."
+            f"(jax.eval_shape of the init function), and the cuts of "
+            f"shard_params; or the layout of both."
         )
 
 

@@ -7,7 +7,7 @@ import jax
 
 from jaxzero._cut import CutTree
 from jaxzero._layout import Layout
-from jaxzero._make_layout import Globs, build_layout, check_alone
+from jaxzero._make_layout import Globs, build_layout, check_alone, checked_numel
 from jaxzero._memory.moments import Moment, moments
 from jaxzero._memory.step import Step, shard_bytes
 from jaxzero._numbers import whole_number
@@ -108,6 +108,7 @@ def estimate_memory(
     *,
     optimizer: Optimizer | None = None,
     cuts: CutTree = None,
+    min_shard_numel: int = 0,
     layers: Globs = (),
     stacked: Globs = (),
     replicas: int = 1,
@@ -141,6 +142,7 @@ def estimate_memory(
       optimizer: as for `zero3`. None stands for one with two moments in the dtype of
         the shards, such as Adam.
       cuts: as for `zero3`.
+      min_shard_numel: as for `zero3`.
       layers: as for `zero3`.
       stacked: as for `zero3`.
       replicas: copies of each shard (hybrid sharding), on axis_size x replicas
@@ -167,6 +169,7 @@ def estimate_memory(
     if isinstance(params, Layout):
         check_alone("estimate_memory", axis_size=axis_size, cuts=cuts)
         check_alone("estimate_memory", layers=layers or None, stacked=stacked or None)
+        check_alone("estimate_memory", min_shard_numel=min_shard_numel or None)
         given, params = params, params.like
         ranks, replicas = given.group_size, given.replicas
     else:
@@ -190,7 +193,7 @@ def estimate_memory(
             {"data": ranks},
             what="params",
             cuts=cuts,
-            min_shard_numel=policy.min_shard_numel,
+            min_shard_numel=checked_numel("estimate_memory", min_shard_numel),
             layers=layers,
             stacked=stacked,
         ),

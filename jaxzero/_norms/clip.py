@@ -14,7 +14,6 @@ from jaxzero._layout import Layout
 from jaxzero._norms.global_norm import tree_norm
 from jaxzero._norms.scaled_sum import divided
 from jaxzero._numbers import finite_number
-from jaxzero._policy import Policy
 from jaxzero._tree import Leaf, PyTree, flatten
 
 
@@ -35,7 +34,6 @@ def clip_by_global_norm(
     axis_name: AxisName | Layout,
     *,
     like: PyTree | None = None,
-    policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
 ) -> GradientTransformation:
     """Scales shards so that the norm of the whole tree is at most `max_norm`.
@@ -49,7 +47,6 @@ def clip_by_global_norm(
       max_norm: the limit, a finite number above 0 known at trace time.
       axis_name: as for `global_norm`.
       like: as for `global_norm`; needed where it is.
-      policy: as for `global_norm`.
       cuts: as for `global_norm`.
 
     Returns:
@@ -88,7 +85,7 @@ def clip_by_global_norm(
     ) -> tuple[PyTree, PyTree]:
         del params
         call = "clip_by_global_norm"
-        norm = tree_norm(updates, axis_name, like, policy, cuts, call)
+        norm = tree_norm(updates, axis_name, like, cuts, call)
         names = axis_name.names if isinstance(axis_name, Layout) else axis_name
         axis = bind_axis(names, None, call)
         flat = flatten(updates, "tree")

@@ -12,7 +12,6 @@ from jaxzero._dtypes import kind
 from jaxzero._layout import Layout, LeafLayout
 from jaxzero._make_layout import bind_layout, check_alone
 from jaxzero._norms.scaled_sum import norm_function, stack
-from jaxzero._policy import Policy
 from jaxzero._tree import (
     Leaf,
     PyTree,
@@ -28,7 +27,6 @@ def global_norm(
     axis_name: AxisName | Layout,
     *,
     like: PyTree | None = None,
-    policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
 ) -> jax.Array:
     """Returns the L2 norm of a whole tree, of which every rank holds shards.
@@ -53,12 +51,10 @@ def global_norm(
     Args:
       tree: pytree of this rank's shards, of any real or complex floating dtype.
       axis_name: mesh axis, or tuple of axes in rank order, that shards are spread
-        over; or the `Layout` of the tree, which says all of `like`, `policy` and
-        `cuts`. The norm varies over further mesh axes if leaves do.
+        over; or the `Layout` of the tree, which says all of `like` and `cuts`. The
+        norm varies over further mesh axes if leaves do.
       like: pytree of the same structure with the true shapes, such as
-        `jax.eval_shape(init, key)`. Callables in `cuts` need it, and so does
-        `policy.min_shard_numel` under `check_vma=False`.
-      policy: as given to `shard_grads`; `min_shard_numel` is used.
+        `jax.eval_shape(init, key)`. Callables in `cuts` need it.
       cuts: as given to `shard_grads`.
 
     Returns:
@@ -81,7 +77,7 @@ def global_norm(
       >>> print(jax.jit(norm)(jaxzero.shard_params(tree, mesh, "data")))
       5.0
     """
-    norm = tree_norm(tree, axis_name, like, policy, cuts, "global_norm")
+    norm = tree_norm(tree, axis_name, like, cuts, "global_norm")
     return norm.astype(jnp.float32)
 
 
@@ -132,7 +128,6 @@ def tree_norm(
     tree: PyTree,
     axis_name: AxisName | Layout,
     like: PyTree | None,
-    policy: Policy,
     cuts: CutTree,
     call: str,
 ) -> jax.Array:
@@ -145,7 +140,7 @@ def tree_norm(
         flat = flatten(tree, "tree")
         options = broadcast_cuts(cuts, tree, flat)
         counted = [
-            _counted_by_type(axis, leaf, option, policy, call)
+            _counted_by_type(axis, leaf, option, call)
             for leaf, option in zip(flat.leaves, options, strict=True)
         ]
     else:
@@ -155,7 +150,6 @@ def tree_norm(
             call,
             what="like",
             cuts=cuts,
-            min_shard_numel=policy.min_shard_numel,
         )
         # Copies along replicate axes have one norm, as others that vary further.
         axis = dataclasses.replace(axis, replicate=(), replicas=1)
@@ -186,12 +180,12 @@ def _check_dtype(leaf: Leaf, call: str) -> None:
 
 
 def _counted_by_type(
-    axis: Axis, leaf: Leaf, option: CutOption, policy: Policy, call: str
+    axis: Axis, leaf: Leaf, option: CutOption, call: str
 ) -> tuple[jax.Array, tuple[str, ...]]:
     """Returns a leaf of unknown true shape, and the axes along which it counts once."""
     _check_dtype(leaf, call)
     value = jnp.asarray(leaf.value)
-    _check_decided(axis, leaf, option, policy, call)
+    _check_decided(leaf, option, call)
     cut = cut_leaf(option, leaf.path, leaf.shape, axis.group_size)
     return value, axis.names if cut.whole else axis.unvarying_axes(value)
 
@@ -211,29 +205,21 @@ def _counted(
             f"{call}: leaf {leaf.path} has shape {leaf.shape}; expected "
             f"{cut.shard_shape}, the shard of a leaf of shape {own.shape} over "
             f"{cut.ranks} ranks ({cut.layout} layout). Give the true shapes as like "
-            f"(jax.eval_shape of the init function), and the policy and cuts that the "
-            f"shards were made with."
+            f"(jax.eval_shape of the init function), and the cuts that the shards were "
+            f"made with; or the layout of both."
         )
     if cut.whole:
         return value, axis.names
     return _without_padding(axis, cut, value), ()
 
 
-def _check_decided(
-    axis: Axis, leaf: Leaf, option: CutOption, policy: Policy, call: str
-) -> None:
+def _check_decided(leaf: Leaf, option: CutOption, call: str) -> None:
     """Refuses a leaf whose cut depends on a true shape that is not known."""
-    fix = "Give the true shapes: like=jax.eval_shape of the init function."
     if callable(option):
         raise ValueError(
             f"{call}: the cut of leaf {leaf.path} is a callable, which needs the true "
-            f"shape; found like=None and the shape {leaf.shape} of a shard. {fix}"
-        )
-    if option is None and policy.min_shard_numel and not axis.typed:
-        raise ValueError(
-            f"{call}: whether leaf {leaf.path} is kept whole depends on its true shape "
-            f"(Policy min_shard_numel={policy.min_shard_numel}); found like=None, "
-            f"check_vma=False and the shape {leaf.shape}. {fix}"
+            f"shape; found like=None and the shape {leaf.shape} of a shard. Give the "
+            f"true shapes: like=jax.eval_shape of the init function."
         )
 
 

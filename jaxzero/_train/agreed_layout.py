@@ -18,6 +18,7 @@ def agreed_layout(
     given: Layout | None,
     *,
     cuts: CutTree,
+    min_shard_numel: int,
     layers: Globs,
     stacked: Globs,
 ) -> Layout:
@@ -29,6 +30,7 @@ def agreed_layout(
       mesh: the mesh.
       given: the layout that the caller made; None makes one here.
       cuts: as for `make_layout`, as are the others.
+      min_shard_numel: likewise.
       layers: likewise.
       stacked: likewise.
     """
@@ -42,7 +44,7 @@ def agreed_layout(
                 mesh.shape,
                 what="params",
                 cuts=cuts,
-                min_shard_numel=options.policy.min_shard_numel,
+                min_shard_numel=min_shard_numel,
                 layers=layers,
                 stacked=stacked,
             ),

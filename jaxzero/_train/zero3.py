@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import CutTree
 from jaxzero._layout import Layout
-from jaxzero._make_layout import Globs, check_alone, check_sizes
+from jaxzero._make_layout import Globs, check_alone, check_sizes, checked_numel
 from jaxzero._norms.loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
 from jaxzero._train import batch as placing
@@ -49,6 +49,7 @@ def zero3(
     *,
     policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
+    min_shard_numel: int = 0,
     replicate_axis: AxisName | None = None,
     layers: Globs = (),
     stacked: Globs = (),
@@ -82,6 +83,8 @@ def zero3(
         parameters, which then says all about cuts, replicas and layers.
       policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
       cuts: as for `shard_grads`; for a stacked leaf, the cut of each layer.
+      min_shard_numel: parameters with fewer elements, and no cut of their own, stay
+        whole.
       replicate_axis: axis or axes along which shards are copies (hybrid sharding).
       layers: globs of key paths, such as `"blocks/*"`, of one layer each: `loss_fn`
         gets its shards and gives them to functions made by `gathered`.
@@ -127,6 +130,7 @@ def zero3(
         given = axis_name
         check_alone("zero3", cuts=cuts, replicate_axis=replicate_axis)
         check_alone("zero3", layers=layers or None, stacked=stacked or None)
+        check_alone("zero3", min_shard_numel=min_shard_numel or None)
         check_sizes(given, mesh.shape, "zero3")
         names, replicate = given.names, given.replicate
     else:
@@ -153,6 +157,7 @@ def zero3(
         ),
         given=given,
         cuts=cuts,
+        min_shard_numel=checked_numel("zero3", min_shard_numel),
         layers=layers,
         stacked=stacked,
     )
@@ -168,6 +173,7 @@ class Zero3:
         *,
         given: Layout | None,
         cuts: CutTree,
+        min_shard_numel: int,
         layers: Globs,
         stacked: Globs,
     ) -> None:
@@ -176,6 +182,7 @@ class Zero3:
         self._optimizer = ShardedOptimizer(options.optimizer, mesh)
         self._given = given
         self._cuts = cuts
+        self._min_shard_numel = min_shard_numel
         self._layers = layers
         self._stacked = stacked
         self._batches = Batches(mesh, options)
@@ -396,6 +403,7 @@ class Zero3:
             self._mesh,
             self._given,
             cuts=self._cuts,
+            min_shard_numel=self._min_shard_numel,
             layers=self._layers,
             stacked=self._stacked,
         )
