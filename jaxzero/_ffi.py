@@ -77,6 +77,11 @@ def register() -> None:
         _module("_cuda")
 
 
+def _format() -> np.int64:
+    """Returns the number that programs carry, for another version to refuse them."""
+    return np.int64(_module("_cpu").format)
+
+
 def slot_table(rows: Sequence[dict[str, int]]) -> np.ndarray:
     """Returns slots as the int64 table that handlers read.
 
@@ -158,4 +163,4 @@ def call(
         vmap_method="sequential",
         input_output_aliases=aliases or {},
     )
-    return list(emit(*operands, **attributes))
+    return list(emit(*operands, format=_format(), **attributes))

@@ -14,6 +14,11 @@
 
 namespace jaxzero {
 
+// What the attributes of a call mean. A program says which it was made with;
+// raise the number when a column or an attribute comes, goes, moves or changes
+// meaning.
+inline constexpr int64_t kFormat = 1;
+
 // A leaf's place in a row.
 struct Slot {
   int64_t operand;     // index of the leaf (or shard) among operands or results

@@ -39,6 +39,8 @@ NB_MODULE(_cpu, m) {
       nb::sig("def registrations() -> dict[str, object]"),
       "Returns the handler of each custom call target.");
 
+  m.attr("format") = kFormat;
+
   m.def(
       "slot_columns",
       [] {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "ffi/attributes.h"
 #include "ffi/error.h"
 
 namespace jaxzero {
@@ -89,6 +90,15 @@ ffi::ErrorOr<FusedCall> ReadFusedCall(const ffi::Dictionary& attributes) {
 
 ffi::Error InstantiateFusedCall(ffi::Dictionary attributes) {
   Reader reader(attributes);
+  // First, because another version may know other attributes.
+  const auto format = reader.Get<int64_t>("format");
+  if (reader.error().failure()) return reader.error();
+  JAXZERO_RETURN_IF_ERROR(CheckFormat(format));
+  constexpr size_t kNumAttributes = 11;  // what ReadFusedCall reads, and format
+  if (attributes.size() != kNumAttributes) {
+    return Invalid("found ", attributes.size(), " attributes, expected ",
+                   kNumAttributes);
+  }
   const auto slots = reader.Get<Numbers>("slots");
   const auto buckets = reader.Get<Numbers>("buckets");
   const auto group_size = reader.Get<int64_t>("group_size");

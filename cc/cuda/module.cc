@@ -67,7 +67,9 @@ bool PoisonsTemps() {
 XLA_FFI_DEFINE_HANDLER(
     kTemp,
     [](cudaStream_t stream, ffi::RemainingArgs,
-       ffi::Result<ffi::AnyBuffer> temp, int64_t) -> ffi::Error {
+       ffi::Result<ffi::AnyBuffer> temp, int64_t,
+       int64_t format) -> ffi::Error {
+      JAXZERO_RETURN_IF_ERROR(CheckFormat(format));
       if (!PoisonsTemps()) return ffi::Error::Success();
       constexpr int kNanByte = 0xff;  // all ones are a NaN in every dtype
       return CheckCuda(cudaMemsetAsync(temp->untyped_data(), kNanByte,
@@ -78,7 +80,8 @@ XLA_FFI_DEFINE_HANDLER(
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .RemainingArgs()            // those of the fused call, not read
         .Ret<ffi::AnyBuffer>()      // the temp
-        .Attr<int64_t>("digest"));  // of the fused call
+        .Attr<int64_t>("digest")    // of the fused call
+        .Attr<int64_t>("format"));  // see kFormat
 
 // For `doctor`: writes whether XLA's collectives extension is there and fits,
 // and its version. Only a handler that runs sees the extension.
@@ -166,6 +169,8 @@ NB_MODULE(_cuda, m) {
       },
       nb::sig("def registrations() -> dict[str, dict[str, object]]"),
       "Returns the handler of each stage of each custom call target.");
+
+  m.attr("format") = kFormat;
 
   m.def(
       "slot_columns", [] { return Names(kSlotColumns); },

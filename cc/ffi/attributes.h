@@ -46,6 +46,14 @@ inline ffi::ErrorOr<View> ViewOf(const ffi::AnyBuffer& buffer) {
   }
 }
 
+// Checks that a program means by its attributes what this build does.
+inline ffi::Error CheckFormat(int64_t format) {
+  if (format == kFormat) return ffi::Error::Success();
+  return Invalid("format: found ", format, ", expected ", kFormat,
+                 ": another version of jaxzero made this program; trace and "
+                 "export it again with this one");
+}
+
 // The product of sizes, or -1 if it overflows.
 template <typename... Sizes>
 int64_t Product(Sizes... sizes) {

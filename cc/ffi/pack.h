@@ -32,7 +32,8 @@ template <typename Launcher>
 ffi::Error Pack(ContextOf<Launcher> context, ffi::RemainingArgs leaves,
                 ffi::Result<ffi::AnyBuffer> bucket,
                 ffi::Span<const int64_t> table, int64_t group_size,
-                double pre_scale) {
+                double pre_scale, int64_t format) {
+  JAXZERO_RETURN_IF_ERROR(CheckFormat(format));
   const ffi::ErrorOr<View> view = ViewOf(*bucket);
   if (view.has_error()) return view.error();
   const ffi::ErrorOr<int64_t> row_numel = RowNumel("bucket", *view, group_size);
@@ -55,7 +56,8 @@ auto PackBinding() {
       .template Ret<ffi::AnyBuffer>()                    // bucket
       .template Attr<ffi::Span<const int64_t>>("slots")  // slot table
       .template Attr<int64_t>("group_size")              // rows of the bucket
-      .template Attr<double>("pre_scale");               // before the cast
+      .template Attr<double>("pre_scale")                // before the cast
+      .template Attr<int64_t>("format");                 // see kFormat
 }
 
 }  // namespace jaxzero

@@ -69,7 +69,8 @@ template <typename Launcher>
 ffi::Error Unpack(ContextOf<Launcher> context, ffi::AnyBuffer rows,
                   ffi::RemainingArgs bases, ffi::RemainingRets results,
                   ffi::Span<const int64_t> table, int64_t num_rows,
-                  double divisor, int64_t with_stats) {
+                  double divisor, int64_t with_stats, int64_t format) {
+  JAXZERO_RETURN_IF_ERROR(CheckFormat(format));
   const ffi::ErrorOr<View> view = ViewOf(rows);
   if (view.has_error()) return view.error();
   const ffi::ErrorOr<int64_t> row_numel = RowNumel("rows", *view, num_rows);
@@ -97,7 +98,8 @@ auto UnpackBinding() {
       .template Attr<ffi::Span<const int64_t>>("slots")  // slot table
       .template Attr<int64_t>("num_rows")                // rows to add
       .template Attr<double>("divisor")                  // after the sum
-      .template Attr<int64_t>("with_stats");             // 0 leaves stats zero
+      .template Attr<int64_t>("with_stats")              // 0 leaves stats zero
+      .template Attr<int64_t>("format");                 // see kFormat
 }
 
 }  // namespace jaxzero

@@ -34,7 +34,9 @@ inline ffi::ErrorOr<std::vector<BoundSlot>> BindUnpackedLeaves(
 template <typename Launcher>
 ffi::Error UnpackLeaves(ContextOf<Launcher> context, ffi::AnyBuffer bucket,
                         ffi::RemainingArgs bases, ffi::RemainingRets results,
-                        ffi::Span<const int64_t> table, int64_t group_size) {
+                        ffi::Span<const int64_t> table, int64_t group_size,
+                        int64_t format) {
+  JAXZERO_RETURN_IF_ERROR(CheckFormat(format));
   const ffi::ErrorOr<View> view = ViewOf(bucket);
   if (view.has_error()) return view.error();
   const ffi::ErrorOr<int64_t> row_numel = RowNumel("bucket", *view, group_size);
@@ -60,7 +62,8 @@ auto UnpackLeavesBinding() {
       .RemainingArgs()                                   // bases
       .RemainingRets()                                   // leaves, then done
       .template Attr<ffi::Span<const int64_t>>("slots")  // slot table
-      .template Attr<int64_t>("group_size");             // rows of the bucket
+      .template Attr<int64_t>("group_size")              // rows of the bucket
+      .template Attr<int64_t>("format");                 // see kFormat
 }
 
 }  // namespace jaxzero

@@ -292,7 +292,7 @@ class Gradients:
 
 def _microbatches(leaf: jax.Array, dim: int, count: int) -> jax.Array:
     """Returns a leaf with its parts along a new first dimension."""
-    shape = (*leaf.shape[:dim], count, -1, *leaf.shape[dim + 1 :])
+    shape = (*leaf.shape[:dim], count, leaf.shape[dim] // count, *leaf.shape[dim + 1 :])
     return jnp.moveaxis(leaf.reshape(shape), dim, 0)
 
 

@@ -15,6 +15,7 @@ _ffi.register()
 
 Array = npt.NDArray[np.generic]
 
+FORMAT = np.int64(_cpu.format)
 REAL = ("float32", "bfloat16", "float16", "float64")
 ANY = (*REAL, "complex64", "complex128")
 
@@ -150,7 +151,7 @@ def call(
         [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in results],
         input_output_aliases=aliases,
     )
-    values = emit(*map(jnp.asarray, operands), **attributes)
+    values = emit(*map(jnp.asarray, operands), **{"format": FORMAT, **attributes})
     return [np.asarray(value) for value in values]
 
 

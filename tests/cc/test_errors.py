@@ -54,6 +54,28 @@ def test_a_leaf_of_integers() -> None:
         pack([LEAF], leaf=np.ones(7, np.int32))
 
 
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"format": np.int64(0)}, "format: found 0, expected 1: another version"),
+        ({"extra": np.int64(0)}, "Wrong number of attributes: expected 4 but got 5"),
+    ],
+)
+def test_attributes_of_another_version(
+    attributes: dict[str, np.int64], message: str
+) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        calls.call(
+            "jaxzero_pack",
+            [((1, 4), "float32")],
+            [ONES],
+            slots=calls.table([LEAF]),
+            group_size=np.int64(1),
+            pre_scale=np.float64(1),
+            **attributes,
+        )
+
+
 def test_a_table_of_the_wrong_width() -> None:
     attributes = {"group_size": np.int64(1), "pre_scale": np.float64(1)}
     message = "slots: found 9 numbers, expected rows of 10"

@@ -105,6 +105,7 @@ def test_many_calls_at_once_do_not_wait_for_each_other(mesh8: Mesh) -> None:
         "slots": calls.table([Slot(length=numel, chunk=numel)]),
         "group_size": np.int64(1),
         "pre_scale": np.float64(1),
+        "format": calls.FORMAT,
     }
     emit = jax.ffi.ffi_call(
         "jaxzero_pack", jax.ShapeDtypeStruct((1, numel), jnp.float32)

@@ -366,3 +366,34 @@ def test_devices_that_are_not_those_of_the_mesh_are_refused(
             lambda grads: jaxzero.shard_grads(grads, "data"),
             types(SHAPES, "bfloat16"),
         )
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ({"format": np.int64(0)}, "format: found 0, expected 1: another version"),
+        ({"extra": np.int64(0)}, "found 12 attributes, expected 11"),
+    ],
+)
+def test_attributes_of_another_version_are_refused(
+    mesh: Mesh,
+    compile_for_h200: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    further: dict[str, np.int64],
+    message: str,
+) -> None:
+    emitted = jax.ffi.ffi_call
+
+    def ffi_call(target: str, *args: Any, **options: Any) -> Any:
+        emit = emitted(target, *args, **options)
+        if target != _ffi.REDUCE_SCATTER:
+            return emit
+        return lambda *operands, **attributes: emit(*operands, **attributes | further)
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    with pytest.raises(Exception, match=message):
+        compile_for_h200(
+            mesh,
+            lambda grads: jaxzero.shard_grads(grads, "data"),
+            types(SHAPES, "bfloat16"),
+        )
