@@ -26,12 +26,12 @@ from jaxzero import Policy
 from jaxzero._bench import rivals
 from jaxzero._bench.per_rank import Way
 from jaxzero._bench.table import table
-from jaxzero._plan import LIMITS
+from jaxzero._transports import GPU
 from jaxzero.testing import initialize, started_by
 
 DEFAULTS = {
-    "bucket_bytes": LIMITS["nccl"].bucket_bytes,
-    "direct_bytes": LIMITS["nccl"].direct_bytes,
+    "bucket_bytes": GPU.limits.bucket_bytes,
+    "direct_bytes": GPU.limits.direct_bytes,
 }
 VALUES = {
     "bucket_bytes": [mebibytes << 20 for mebibytes in (4, 16, 64, 128, 256, 512, 1024)],

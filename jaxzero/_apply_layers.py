@@ -104,7 +104,7 @@ def _check_stacked(node: Shards, group_size: int) -> None:
     for leaf, (shape, _), cut in zip(
         jax.tree.leaves(node.tree), recipe.like, recipe.cuts, strict=True
     ):
-        one = cut_leaf(cut, "", shape, group_size, recipe.policy.min_shard_numel)
+        one = cut_leaf(cut, "", shape, group_size)
         if leaf.ndim == len(one.shard_shape):
             raise ValueError(
                 "apply_layers: zero3 was told that these params are one layer; "

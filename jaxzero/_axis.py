@@ -6,14 +6,14 @@ The only file that reads the abstract mesh and the varying types of values under
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AxisName = str | tuple[str, ...]
 
@@ -163,6 +163,14 @@ def bind_axis(axis_name: AxisName, replicate_axis: AxisName | None, call: str) -
         typed=bool(varying(lax.axis_index(names[0]))),
         platform=getattr(mesh.abstract_device, "platform", None),
     )
+
+
+def mesh_sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | None) -> dict[str, int]:
+    """Returns the sizes of a mesh's axes by name; None is the surrounding mesh."""
+    if isinstance(mesh, Mapping):
+        return dict(mesh)
+    found = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    return {} if found.empty else dict(found.shape)
 
 
 def axis_names(

@@ -41,6 +41,21 @@ class Cut:
     reason: str
 
     @property
+    def shard_dim(self) -> int:
+        """Dimension of the shard along which shards are laid side by side."""
+        return self.dim or 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank keeps all of it."""
+        return self.layout == "whole"
+
+    @property
+    def surplus(self) -> int:
+        """Positions of padding after the end, on the last ranks together."""
+        return self.chunk * self.ranks - self.length
+
+    @property
     def shard_numel(self) -> int:
         """Elements of one shard, padding included."""
         return self.outer * self.chunk * self.inner
@@ -48,16 +63,15 @@ class Cut:
     @property
     def even(self) -> bool:
         """Whether no rank holds padding."""
-        return self.chunk * self.ranks == self.length
+        return not self.surplus
 
     @property
     def global_shape(self) -> Shape:
         """Shape of all shards laid side by side, padding included."""
-        if self.layout == "whole":
+        if self.whole:
             return self.shard_shape
-        dim = self.dim or 0
         shape = list(self.shard_shape)
-        shape[dim] *= self.ranks
+        shape[self.shard_dim] *= self.ranks
         return tuple(shape)
 
 

@@ -11,8 +11,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxzero._axis import AxisName
+from jaxzero._collectives.gather_params import gather_params
 from jaxzero._cut import CutTree
-from jaxzero._gather_params import gather_params
 from jaxzero._policy import Policy
 from jaxzero._tree import PyTree
 

@@ -33,8 +33,6 @@ class Policy:
       direct_bytes: leaves of at least this size get a collective of their own and
         are read in place, where their layout allows it; None takes the transport's
         measured default.
-      min_shard_numel: leaves with fewer elements, and no cut of their own, stay whole
-        on every rank (all-reduced in the same call).
       overlap: let collectives of `apply_layers` run beside the layer whose turn it is;
         full parameters and gradients of one more layer then exist at a time.
       flush_bytes: split `shard_grads` of a whole tree into calls of at least so many
@@ -65,7 +63,6 @@ class Policy:
     compute_dtype: Any = None
     bucket_bytes: int | None = None
     direct_bytes: int | None = None
-    min_shard_numel: int = 0
     overlap: bool = True
     flush_bytes: int | None = None
     reduction: Reduction = "native"
@@ -91,7 +88,6 @@ class Policy:
         _check_bytes(self, "bucket_bytes", minimum=1)
         _check_bytes(self, "direct_bytes", minimum=0)
         _check_bytes(self, "flush_bytes", minimum=1)
-        _check_min_shard_numel(self)
         if not isinstance(self.overlap, bool):
             raise TypeError(f"Policy overlap={self.overlap!r}; expected True or False.")
 
@@ -138,13 +134,4 @@ def _check_bytes(policy: Policy, field: str, minimum: int) -> None:
         raise ValueError(
             f"Policy {field}={value}; expected at least {minimum} "
             f"(bytes), or None for the default."
-        )
-
-
-def _check_min_shard_numel(policy: Policy) -> None:
-    value = whole_number("Policy min_shard_numel", policy.min_shard_numel, "elements")
-    object.__setattr__(policy, "min_shard_numel", value)
-    if value < 0:
-        raise ValueError(
-            f"Policy min_shard_numel={value}; expected at least 0 (elements)."
         )

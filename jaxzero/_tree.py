@@ -9,21 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jaxzero._cut import CutOption, CutTree, cut_leaf
-from jaxzero._dtypes import check_summable, dtype_name, like_kind
-from jaxzero._numbers import whole_number
-from jaxzero._plan import LIMITS, LeafSpec, Plan, build_plan
-from jaxzero._policy import Policy
+from jaxzero._cut import CutOption, CutTree
+from jaxzero._dtypes import dtype_name
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a pytree with its key path."""
+    """One array of a pytree with its key path, as text and as keys."""
 
     path: str
     value: Any
+    keys: tuple[Any, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +77,10 @@ def flatten(tree: PyTree, what: str, *, shapes_suffice: bool = False) -> Flat:
             out[index] = value
         return jax.tree.unflatten(treedef, out)
 
-    leaves = tuple(Leaf(path_name(with_paths[i][0]), values[i]) for i in moved)
+    leaves = tuple(
+        Leaf(path_name(with_paths[i][0]), values[i], tuple(with_paths[i][0]))
+        for i in moved
+    )
     return Flat(leaves, rebuild, treedef)
 
 
@@ -123,21 +124,50 @@ def match(tree: PyTree, reference: Flat, what: str, reference_name: str) -> Flat
       ValueError: naming the first key path that only one of them has.
     """
     flat = flatten(tree, what)
+    paths = [leaf.path for leaf in reference.leaves]
+    check_structure(
+        flat, reference.treedef, paths, what, reference_name, all_leaves=True
+    )
+    return flat
+
+
+def check_structure(
+    flat: Flat,
+    treedef: Any,
+    paths: Sequence[str],
+    what: str,
+    reference: str,
+    *,
+    all_leaves: bool = False,
+) -> None:
+    """Refuses a tree of another structure.
+
+    Args:
+      flat: the tree.
+      treedef: the structure that it should have.
+      paths: key paths of the leaves that it may have.
+      what: its name in messages.
+      reference: the name of what it should be like.
+      all_leaves: whether none may be `float0`.
+
+    Raises:
+      ValueError: naming the first key path that only one of both has.
+    """
     ours = [leaf.path for leaf in flat.leaves]
-    theirs = [leaf.path for leaf in reference.leaves]
-    if flat.treedef == reference.treedef and ours == theirs:
-        return flat
-    missing = [path for path in theirs if path not in set(ours)]
-    surplus = [path for path in ours if path not in set(theirs)]
+    missing = sorted(set(paths) - set(ours), key=paths.index)
+    surplus = [path for path in ours if path not in set(paths)]
+    same = flat.treedef == treedef and not surplus
+    if same and not (missing and all_leaves):
+        return
     if missing:
-        found = f"{what} has no leaf {missing[0]}, which {reference_name} has"
+        found = f"{what} has no leaf {missing[0]}, which {reference} has"
     elif surplus:
-        found = f"{what} has a leaf {surplus[0]}, which {reference_name} does not have"
+        found = f"{what} has a leaf {surplus[0]}, which {reference} does not have"
     else:
-        found = f"the containers differ: {flat.treedef} against {reference.treedef}"
+        found = f"the containers differ: {flat.treedef} against {treedef}"
     raise ValueError(
-        f"{what} must have the structure of {reference_name}, but {found}. Build it "
-        f"with jax.tree.map over {reference_name}."
+        f"{what} must have the structure of {reference}, but {found}. Build it "
+        f"with jax.tree.map over {reference}."
     )
 
 
@@ -213,37 +243,6 @@ def _is_passed_over(value: Any) -> bool:
     return hasattr(value, "dtype") and _is_float0(value)
 
 
-def leaf_spec(
-    leaf: Leaf,
-    option: CutOption,
-    group_size: int,
-    policy: Policy,
-    *,
-    into_dtype: str | None = None,
-    reduced: bool = False,
-    varying: tuple[str, ...] = (),
-) -> LeafSpec:
-    """Returns what the planner needs to know of a leaf.
-
-    Raises:
-      TypeError: for dtypes that cannot be summed or stored.
-      ValueError: for a cut that does not fit the leaf.
-    """
-    dtype = check_summable(leaf.dtype, leaf.path, policy.comm_dtype)
-    shard_dtype = into_dtype or dtype
-    if policy.shard_dtype is not None and into_dtype is None:
-        shard_dtype = like_kind(dtype, policy.shard_dtype, leaf.path, "shard_dtype")
-    return LeafSpec(
-        path=leaf.path,
-        shape=leaf.shape,
-        dtype=dtype,
-        shard_dtype=shard_dtype,
-        cut=cut_leaf(option, leaf.path, leaf.shape, group_size, policy.min_shard_numel),
-        reduced=reduced,
-        varying=varying,
-    )
-
-
 def check_width(dtype: str | None, what: str) -> None:
     """Refuses a 64-bit dtype that JAX would silently narrow.
 
@@ -261,49 +260,3 @@ def check_width(dtype: str | None, what: str) -> None:
             f"jax.config.update('jax_enable_x64', True) first, or ask for a 32-bit "
             f"dtype."
         )
-
-
-def make_plan(
-    tree: PyTree,
-    group_size: int,
-    policy: Policy = Policy(),  # noqa: B008  (frozen)
-    cuts: CutTree = None,
-) -> Plan:
-    """Returns the plan by which `shard_grads` reduces a tree.
-
-    Needs no device and no mesh. `print(plan)` shows a table.
-
-    Args:
-      tree: gradients, or parameters, or their `jax.eval_shape`: a pytree of anything
-        with a shape and a dtype.
-      group_size: number of ranks along the shard axis.
-      policy: as for `shard_grads`. With `transport="auto"` the plan is that of
-        `"nccl"`, the transport of NVIDIA GPUs.
-      cuts: as for `shard_grads`.
-
-    Returns:
-      The `Plan`, equal for equal shapes, dtypes and options.
-
-    Raises:
-      ValueError: for `group_size` below 1 or a cut that does not fit.
-      TypeError: for a dtype that cannot be summed, or a `group_size` that is no whole
-        number.
-
-    Example:
-      >>> import jax, jaxzero
-      >>> tree = {"w": jax.ShapeDtypeStruct((8, 4), "float32")}
-      >>> plan = jaxzero.make_plan(tree, 4)
-      >>> plan.num_collectives, plan.wire_bytes, plan.leaves[0].cut.shard_shape
-      (1, 128, (2, 4))
-    """
-    group_size = whole_number("group_size", group_size, "ranks")
-    if group_size < 1:
-        raise ValueError(f"group_size={group_size}; expected at least 1 rank.")
-    flat = flatten(tree, "tree", shapes_suffice=True)
-    options = broadcast_cuts(cuts, tree, flat)
-    specs = [
-        leaf_spec(leaf, option, group_size, policy)
-        for leaf, option in zip(flat.leaves, options, strict=True)
-    ]
-    transport = "nccl" if policy.transport == "auto" else policy.transport
-    return build_plan(specs, group_size, policy, limits=LIMITS[transport])

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from per_rank import PerRank
 
 import jaxzero
-from jaxzero import Policy, _debug
+from jaxzero import Policy
+from jaxzero._collectives import debug as _debug
 
 RANKS = 4
 BAD = 2
@@ -268,7 +269,9 @@ def test_off_leaves_the_program_as_it_is(mesh8, monkeypatch, value) -> None:
     else:
         monkeypatch.setenv("JAXZERO_DEBUG", value)
     found = jaxpr(mesh8)
-    monkeypatch.setattr("jaxzero._reduce.log_nonfinite", lambda *arguments: None)
+    monkeypatch.setattr(
+        "jaxzero._collectives.reduce.log_nonfinite", lambda *arguments: None
+    )
     assert found == jaxpr(mesh8)
     assert "isfinite" not in found
 

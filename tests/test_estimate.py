@@ -199,10 +199,10 @@ def test_the_optimizer_is_asked_for_its_state_on_shards() -> None:
     ]
 
 
-def test_small_leaves_stay_whole_where_the_policy_says() -> None:
+def test_small_leaves_stay_whole() -> None:
     params = {"w": jax.ShapeDtypeStruct((64,), "float32")}
     cut, whole = (
-        estimate_memory(params, 8, Policy(min_shard_numel=n)).sharded for n in (0, 65)
+        estimate_memory(params, 8, min_shard_numel=n).sharded for n in (0, 65)
     )
     assert (cut.params, whole.params) == (32, 256)
     # It is its own gathered form.

@@ -216,18 +216,18 @@ def test_forward_mode_is_refused_by_jax(make_mesh):
 @TYPED
 def test_small_leaves_stay_whole_and_their_gradients_are_summed(make_mesh, check_vma):
     mesh = make_mesh((2, 2), ("data", "replica"))
-    policy = Policy(min_shard_numel=6, op="mean")
+    policy = Policy(op="mean")
     full = {"kept": np.float32([1, 2, 3]), "cut": np.arange(8, dtype=np.float32)}
-    types = jax.eval_shape(lambda: full)
-    placed = jaxzero.shard_params(full, mesh, "data", policy=policy)
+    layout = jaxzero.make_layout(
+        full, "data", mesh=mesh, replicate_axis="replica", min_shard_numel=6
+    )
+    placed = jaxzero.shard_params(full, mesh, layout)
     specs = jax.tree.map(lambda x: x.sharding.spec, placed)
     assert specs["kept"] == PartitionSpec()
 
     def step(s: Any, x: Any) -> Any:
         def loss(s: Any) -> jax.Array:
-            tree = jaxzero.gather_params(
-                s, types, "data", policy=policy, replicate_axis="replica"
-            )
+            tree = jaxzero.gather_params(s, layout, policy=policy)
             return (jnp.sum(tree["kept"] ** 2) + jnp.sum(tree["cut"] ** 2)) * x[0]
 
         return jax.grad(loss)(s)
@@ -242,7 +242,7 @@ def test_small_leaves_stay_whole_and_their_gradients_are_summed(make_mesh, check
     )
     data = [np.float32(r + 1) for r in range(4)]
     grads = jax.jit(mapped)(placed, ranks.place(data))
-    found = jaxzero.unshard_params(grads, types, policy=policy)
+    found = jaxzero.unshard_params(grads, layout)
     oracle.assert_same(found, jax.tree.map(lambda leaf: 2 * leaf * 10, full))
 
 

@@ -61,7 +61,7 @@ def test_options_work_together(make_mesh, row: dict[str, Any]) -> None:
         for name, shape in SHAPES.items()
     }
     fields = ("op", "divide_by", "comm_dtype", "shard_dtype", "reduction")
-    fields += ("bucket_bytes", "direct_bytes", "min_shard_numel")
+    fields += ("bucket_bytes", "direct_bytes")
     policy = Policy(**{field: row[field] for field in fields})
     count = ranks * replicas
     grads = [oracle.integers(SHAPES, rank, dtype=dtype) for rank in range(count)]
@@ -88,14 +88,21 @@ def test_options_work_together(make_mesh, row: dict[str, Any]) -> None:
             put(oracle.stored(oracle.shards(start, ranks, cuts), wide), specs)
         )
 
+    layout = jaxzero.make_layout(
+        grads[0],
+        "data",
+        mesh=mesh,
+        cuts=asked,
+        min_shard_numel=row["min_shard_numel"],
+        replicate_axis="replica",
+    )
+
     def reduce(stacked: Any, into: Any = None) -> Any:
         return jaxzero.shard_grads(
             jax.tree.map(lambda leaf: leaf[0], stacked),
-            "data",
+            layout,
             into=into,
             policy=policy,
-            cuts=asked,
-            replicate_axis="replica",
             with_stats=row["with_stats"],
         )
 

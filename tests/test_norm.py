@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from per_rank import PerRank
 
 import jaxzero
-from jaxzero import Policy
 
 SHAPES = {"even": (8, 3), "ragged": (7,), "scalar": (), "cut": (3, 5), "kept": (6,)}
 CUTS = {"even": None, "ragged": None, "scalar": None, "cut": 1, "kept": "whole"}
@@ -251,9 +250,8 @@ def test_leaves_below_the_smallest_shard_count_once(make_mesh, check_vma):
     full = oracle.integers({"small": (6,), "large": (50,)}, 0)
 
     def step(tree: Any) -> Any:
-        return jaxzero.global_norm(
-            tree, "data", like=like_of(full), policy=Policy(min_shard_numel=10)
-        )
+        layout = jaxzero.make_layout(like_of(full), "data", min_shard_numel=10)
+        return jaxzero.global_norm(tree, layout)
 
     cuts = {"small": "whole", "large": None}
     norm = outside(step, make_mesh(4), full, cuts, check_vma=check_vma)
@@ -482,12 +480,6 @@ def trace(tree: Any, mesh: Any, check_vma: bool = True, **options: Any) -> Any:
             True,
             ValueError,
             [r"\['w'\]", "callable", "like=None", "eval_shape"],
-        ),
-        (
-            {"policy": Policy(min_shard_numel=64)},
-            False,
-            ValueError,
-            [r"\['w'\]", "min_shard_numel=64", "like=None", "eval_shape"],
         ),
         (
             {"like": {"w": jax.ShapeDtypeStruct((9,), "float32")}},

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import Policy
 
 SHAPES = {"even": (8, 3), "ragged": (7,), "scalar": (), "cut": (3, 5), "kept": (6,)}
 CUTS = {"even": None, "ragged": None, "scalar": None, "cut": 1, "kept": "whole"}
@@ -132,11 +131,11 @@ def test_axes_as_a_tuple_and_copies_along_another(make_mesh, check_vma):
     oracle.assert_close(found, wanted, 4, "float32")
 
 
-def test_small_leaves_that_the_policy_keeps_whole(make_mesh):
+def test_small_leaves_that_the_layout_keeps_whole(make_mesh):
     full = {"small": np.float32([3, 4]), "large": np.full(12, 2, np.float32)}
     mesh = make_mesh(4)
-    options = {"like": full, "policy": Policy(min_shard_numel=4)}
-    clip = jaxzero.clip_by_global_norm(1.0, "data", **options)
+    layout = jaxzero.make_layout(full, "data", mesh=mesh, min_shard_numel=4)
+    clip = jaxzero.clip_by_global_norm(1.0, layout)
     mapped = jax.shard_map(
         lambda t: clip.update(t, ())[0],
         mesh=mesh,

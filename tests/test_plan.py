@@ -21,18 +21,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxzero
-from jaxzero import Plan, Policy
+from jaxzero import Policy
 from jaxzero._cut import cut_leaf
 from jaxzero._dtypes import component_bytes, component_dtype, components
 from jaxzero._plan import (
-    ALIGN_BYTES,
-    LIMITS,
     Bucket,
     LeafSpec,
     Limits,
-    build_plan,
-    float16_pre_scale,
+    Move,
+    Plan,
+    ReducePlan,
+    plan_gather,
+    plan_reduce,
 )
+from jaxzero._plan.planner import ALIGN_BYTES, float16_pre_scale
+from jaxzero._transports import ANY, GPU
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "complex64", "complex128")
 WIRES = ("float32", "bfloat16", "float16", "float64")
@@ -58,17 +61,20 @@ class Case:
     policy: Policy
     limits: Limits
     accumulates: bool
-    sums: bool
 
-    def plan(self) -> Plan:
-        return build_plan(
+    def plan(self) -> ReducePlan:
+        return plan_reduce(
             self.leaves,
             self.group_size,
             self.policy,
             limits=self.limits,
             replicas=self.replicas,
             accumulates=self.accumulates,
-            sums=self.sums,
+        )
+
+    def gather(self) -> Plan:
+        return plan_gather(
+            self.leaves, self.group_size, self.policy, limits=self.limits
         )
 
 
@@ -87,7 +93,7 @@ def leaf_specs(draw: Any, index: int, group_size: int, huge: bool) -> LeafSpec:
         dtype=dtype,
         shard_dtype=draw(st.sampled_from(same_kind)),
         cut=cut_leaf(option, path, dims, group_size),
-        reduced=draw(st.integers(0, 7)) == 0,
+        summed=draw(st.integers(0, 7)) == 0,
         varying=draw(st.sampled_from([(), (), ("model",)])),
     )
 
@@ -114,10 +120,14 @@ def cases(draw: Any, may_be_huge: bool = True) -> Case:
             reduction=draw(st.sampled_from(["native", "float32"])),
             op=draw(st.sampled_from(["mean", "sum"])),
         ),
-        limits=draw(st.sampled_from(list(LIMITS.values()))),
+        limits=draw(st.sampled_from([ANY.limits, GPU.limits])),
         accumulates=draw(st.booleans()),
-        sums=draw(st.booleans()),
     )
+
+
+BOTH = pytest.mark.parametrize(
+    "planned", [Case.plan, Case.gather], ids=["reduce", "gather"]
+)
 
 
 def row_limit(plan: Plan, bucket: Bucket) -> int:
@@ -130,16 +140,17 @@ def shard_bytes(plan: Plan, bucket: Bucket, leaf: int) -> int:
     return numel * component_bytes(bucket.comm_dtype)
 
 
+@BOTH
 @examples
-@given(cases())
-def test_every_component_of_every_shard_travels_once_and_in_order(case):
-    plan = case.plan()
+@given(case=cases())
+def test_every_component_of_every_shard_travels_once_and_in_order(planned, case):
+    plan = planned(case)
     pieces: dict[int, list[tuple[int, int]]] = {}
     for bucket in plan.buckets:
         for slot in bucket.slots:
             pieces.setdefault(slot.leaf, []).append((slot.begin, slot.count))
     for index, leaf in enumerate(plan.leaves):
-        if leaf.empty:
+        if plan.routes[index].move == Move.EMPTY:
             assert index not in pieces
             continue
         position = 0
@@ -150,10 +161,11 @@ def test_every_component_of_every_shard_travels_once_and_in_order(case):
         assert position == leaf.shard_components
 
 
+@BOTH
 @examples
-@given(cases())
-def test_slots_are_aligned_in_tree_order_and_do_not_overlap(case):
-    for bucket in case.plan().buckets:
+@given(case=cases())
+def test_slots_are_aligned_in_tree_order_and_do_not_overlap(planned, case):
+    for bucket in planned(case).buckets:
         size = component_bytes(bucket.comm_dtype)
         end = 0
         for slot in bucket.slots:
@@ -171,11 +183,12 @@ def test_slots_are_aligned_in_tree_order_and_do_not_overlap(case):
         assert leaves == sorted(set(leaves))
 
 
+@BOTH
 @examples
-@given(cases())
-def test_send_buffer_is_within_bucket_bytes(case):
+@given(case=cases())
+def test_send_buffer_is_within_bucket_bytes(planned, case):
     """But for one aligned unit per row, below which nothing can travel."""
-    plan = case.plan()
+    plan = planned(case)
     for bucket in plan.buckets:
         if bucket.kind == "packed":
             assert bucket.row_bytes <= row_limit(plan, bucket)
@@ -185,10 +198,11 @@ def test_send_buffer_is_within_bucket_bytes(case):
             assert bucket.send_bytes == 0
 
 
+@BOTH
 @examples
-@given(cases())
-def test_only_leaves_larger_than_a_bucket_are_split(case):
-    plan = case.plan()
+@given(case=cases())
+def test_only_leaves_larger_than_a_bucket_are_split(planned, case):
+    plan = planned(case)
     count = Counter(slot.leaf for bucket in plan.buckets for slot in bucket.slots)
     for bucket in plan.buckets:
         for slot in bucket.slots:
@@ -248,7 +262,7 @@ def test_collective_follows_layout_and_mesh(case):
     plan = case.plan()
     for bucket in plan.buckets:
         leaf = plan.leaves[bucket.slots[0].leaf]
-        local = leaf.reduced or case.group_size * case.replicas == 1
+        local = leaf.summed or case.group_size * case.replicas == 1
         assert (bucket.kind == "local") == local
         if local:
             expected = "none"
@@ -279,15 +293,14 @@ def test_direct_leaf_is_large_even_contiguous_and_sent_as_it_is(case):
         assert leaf.cut.even
         assert leaf.cut.outer == 1 or leaf.cut.ranks == 1
         assert bucket.pre_scale == 1.0
-        if case.sums and case.limits.widens_bfloat16:
+        if case.limits.widens_bfloat16:
             assert bucket.comm_dtype != "bfloat16"
         if bucket.in_place:
             assert not case.accumulates
             assert component_dtype(leaf.shard_dtype) == bucket.comm_dtype
             assert bucket.recv_rows == 1
         received += bucket.recv_bytes
-    if case.sums:
-        assert received <= plan.limits.bucket_bytes
+    assert received <= plan.limits.bucket_bytes
 
 
 @examples
@@ -295,25 +308,48 @@ def test_direct_leaf_is_large_even_contiguous_and_sent_as_it_is(case):
 def test_only_float16_sums_are_scaled_before(case):
     for bucket in case.plan().buckets:
         count = case.group_size * case.replicas
-        sums_on_the_wire = (
-            case.sums and bucket.kind != "local" and bucket.recv_rows == 1
-        )
+        sums_on_the_wire = bucket.kind != "local" and bucket.recv_rows == 1
         if bucket.comm_dtype == "float16" and sums_on_the_wire:
             assert bucket.pre_scale == float16_pre_scale(count)
         else:
             assert bucket.pre_scale == 1.0
 
 
+@BOTH
 @examples
-@given(cases())
-def test_every_leaf_has_a_reason_that_agrees_with_how_it_travels(case):
-    plan = case.plan()
+@given(case=cases())
+def test_every_leaf_has_a_reason_that_agrees_with_how_it_travels(planned, case):
+    plan = planned(case)
     kinds = {slot.leaf: b.kind for b in plan.buckets for slot in b.slots}
     assert len(plan.reasons) == len(plan.leaves)
     for index, reason in enumerate(plan.reasons):
         kind, _, why = reason.partition(": ")
         assert kind == kinds.get(index, "empty")
         assert why
+
+
+@examples
+@given(cases())
+def test_route_says_what_the_buckets_of_a_leaf_do(case):
+    moves = {
+        ("reduce_scatter", False): Move.SCATTER,
+        ("all_reduce", False): Move.WHOLE,
+        ("none", True): Move.OWN,
+        ("none", False): Move.ALONE,
+    }
+    plan = case.plan()
+    for bucket in plan.buckets:
+        for slot in bucket.slots:
+            summed = bucket.collective == "none" and plan.leaves[slot.leaf].summed
+            expected = moves[bucket.collective, summed]
+            assert plan.routes[slot.leaf].move == expected
+    for bucket in case.gather().buckets:
+        for slot in bucket.slots:
+            stays = case.group_size == 1 or case.leaves[slot.leaf].whole
+            expected = Move.OWN if stays else Move.GATHER
+            assert case.gather().routes[slot.leaf].move == expected
+            assert bucket.collective == ("none" if stays else "all_gather")
+            assert (bucket.recv_rows, bucket.pre_scale) == (1, 1.0)
 
 
 # Bytes, against a brute-force count of what each component of each row holds.
@@ -372,9 +408,8 @@ def test_temporary_bytes_are_bounded_whatever_the_tree(case):
     direct = [b for b in plan.buckets if b.kind == "direct"]
     send_and_recv = max((b.send_bytes + b.recv_bytes for b in packed), default=0)
     assert plan.peak_temp_bytes == send_and_recv + sum(b.recv_bytes for b in direct)
-    if case.sums:
-        bucket = max(plan.limits.bucket_bytes, ALIGN_BYTES * case.group_size)
-        assert plan.peak_temp_bytes <= 3 * bucket
+    bucket = max(plan.limits.bucket_bytes, ALIGN_BYTES * case.group_size)
+    assert plan.peak_temp_bytes <= 3 * bucket
 
 
 @pytest.mark.parametrize("transport", ["xla", "nccl"])
@@ -528,7 +563,7 @@ def test_accumulated_direct_leaf_is_not_received_in_its_shard():
     )
     limits = Limits(bucket_bytes=1 << 20, direct_bytes=0, widens_bfloat16=False)
     for accumulates in (False, True):
-        plan = build_plan([leaf], 4, Policy(), limits=limits, accumulates=accumulates)
+        plan = plan_reduce([leaf], 4, Policy(), limits=limits, accumulates=accumulates)
         (bucket,) = plan.buckets
         assert bucket.in_place == (not accumulates)
         assert bucket.recv_bytes == (64 if accumulates else 0)
@@ -615,7 +650,7 @@ def test_float16_scale_loses_neither_large_nor_small_values(count):
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_mean_divides_by_all_ranks(replicas):
     leaf = jaxzero.make_plan([shape(8)], 4).leaves
-    plan = build_plan(leaf, 4, Policy(), limits=LIMITS["xla"], replicas=replicas)
+    plan = plan_reduce(leaf, 4, Policy(), limits=ANY.limits, replicas=replicas)
     assert plan.divisor == 4.0 * replicas
 
 

@@ -127,15 +127,6 @@ def test_size_that_is_no_whole_number(field, value):
     assert message == f"Policy {field}={value!r}; expected a whole number of bytes."
 
 
-def test_least_size_of_a_leaf_that_is_cut():
-    assert Policy(min_shard_numel=np.int64(3)).min_shard_numel == 3
-    message = message_of(ValueError, min_shard_numel=-1)
-    assert message == "Policy min_shard_numel=-1; expected at least 0 (elements)."
-    for value in (1.5, True, None):
-        message = message_of(TypeError, min_shard_numel=value)
-        assert f"min_shard_numel={value!r}; expected a whole number" in message
-
-
 def test_overlap_is_a_bool():
     assert message_of(TypeError, overlap=1) == (
         "Policy overlap=1; expected True or False."

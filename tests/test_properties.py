@@ -46,9 +46,9 @@ class Leaf:
     cut: Any
     into_dtype: str
 
-    def layout(self, policy: Policy) -> Any:
+    def layout(self, min_shard_numel: int) -> Any:
         """Returns the oracle's cut: small leaves stay whole unless asked for."""
-        small = np.prod(self.shape, dtype=int) < policy.min_shard_numel
+        small = np.prod(self.shape, dtype=int) < min_shard_numel
         return "whole" if self.cut is None and small else self.cut
 
     def draw(self, *seed: int, dtype: str | None = None, real: bool = False) -> Any:
@@ -64,6 +64,18 @@ class Mesh:
     replicas: int
     kind: str
     check_vma: bool
+    min_shard_numel: int
+
+    def layout(self, tree: Any, like: Any) -> jaxzero.Layout:
+        """Returns how a tree with the shapes of `like` is spread over it."""
+        return jaxzero.make_layout(
+            like,
+            "data",
+            mesh={"data": self.ranks, "replica": self.replicas},
+            replicate_axis="replica",
+            cuts=tree_map(lambda leaf: leaf.cut, tree),
+            min_shard_numel=self.min_shard_numel,
+        )
 
     def make(self, make_mesh: Any) -> PerRank:
         mesh = make_mesh((self.ranks, self.replicas), ("data", "replica"), self.kind)
@@ -117,6 +129,7 @@ def meshes(draw: Any) -> Mesh:
         replicas,
         draw(st.sampled_from(["auto", "explicit"])),
         draw(st.booleans()),
+        draw(st.sampled_from([0, 2, 10, 1 << 40])),
     )
 
 
@@ -128,7 +141,6 @@ def policies(draw: Any, wires: tuple[str | None, ...] = WIRES) -> Policy:
         comm_dtype=draw(st.sampled_from(wires)),
         bucket_bytes=draw(st.none() | st.integers(1, 4096)),
         direct_bytes=draw(st.sampled_from([None, 0, 64, 1 << 40])),
-        min_shard_numel=draw(st.sampled_from([0, 2, 10, 1 << 40])),
         reduction=draw(st.sampled_from(["native", "float32"])),
     )
 
@@ -166,7 +178,6 @@ def check_reduction(
     """Asserts that shards and statistics are the oracle's on every rank."""
     drawn = jax.tree.leaves(tree, is_leaf=is_leaf)
     index = {id(leaf): i for i, leaf in enumerate(drawn)}
-    cuts = tree_map(lambda leaf: leaf.cut, tree)
     grads = [
         tree_map(lambda leaf, r=r: leaf.draw(index[id(leaf)], r, real=real), tree)
         for r in range(mesh.size)
@@ -180,22 +191,24 @@ def check_reduction(
             jax.tree.structure(grads[0]),
             [
                 oracle.shard_leaf(
-                    x, mesh.ranks, r // mesh.replicas, leaf.layout(policy)
+                    x,
+                    mesh.ranks,
+                    r // mesh.replicas,
+                    leaf.layout(mesh.min_shard_numel),
                 )
                 for x, leaf in zip(full_into, drawn, strict=True)
             ],
         )
         for r in range(mesh.size)
     ]
-    note(str(jaxzero.make_plan(grads[0], mesh.ranks, policy, cuts)))
+    layout = mesh.layout(tree, grads[0])
+    note(str(jaxzero.make_plan(layout, policy=policy)))
 
     def step(g: Any, acc: Any) -> Any:
         return jaxzero.shard_grads(
             g,
-            "data",
-            replicate_axis="replica",
+            layout,
             policy=policy,
-            cuts=cuts,
             into=acc if accumulate else None,
             with_stats=True,
         )
@@ -215,7 +228,7 @@ def check_reduction(
                 stored[i] if exact else full[i],
                 mesh.ranks,
                 rank // mesh.replicas,
-                drawn[i].layout(policy),
+                drawn[i].layout(mesh.min_shard_numel),
             )
             if exact:
                 oracle.assert_same(shard, want)
@@ -284,19 +297,17 @@ def test_gathered_parameters_are_the_ones_that_were_sharded(
     ranks = mesh.make(make_mesh)
     counter = iter(range(100))
     params = tree_map(lambda leaf: leaf.draw(next(counter), real=True), tree)
-    cuts = tree_map(lambda leaf: leaf.cut, tree)
-    like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    options = {"policy": policy, "cuts": cuts}
-    shards = jaxzero.shard_params(params, ranks.mesh, "data", **options)
+    layout = mesh.layout(tree, params)
+    shards = jaxzero.shard_params(params, ranks.mesh, layout)
 
-    back = jaxzero.unshard_params(shards, like, **options)
+    back = jaxzero.unshard_params(shards, layout)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     oracle.assert_same(back, params)
 
     mapped = jax.shard_map(
         lambda s: jax.tree.map(
             lambda x: x[None],
-            jaxzero.gather_params(s, like, "data", replicate_axis="replica", **options),
+            jaxzero.gather_params(s, layout, policy=policy),
         ),
         mesh=ranks.mesh,
         in_specs=(jax.tree.map(lambda s: s.sharding.spec, shards),),

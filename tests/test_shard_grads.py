@@ -278,21 +278,28 @@ def test_small_leaves_are_summed_whole_and_counted_once(
 ):
     sizes = (2, 2) if replicate_axis else (4, 1)
     mesh = make_mesh(sizes, ("data", "replica"))
-    policy = Policy(min_shard_numel=6, reduction=reduction)
+    policy = Policy(reduction=reduction)
     grads = [oracle.integers(SMALL, r) for r in range(4)]
     start = oracle.integers(SMALL, 99)
     into = [
         oracle.shard(start, sizes[0], r // sizes[1], SMALL_LAYOUT) for r in range(4)
     ]
 
+    layout = jaxzero.make_layout(
+        grads[0],
+        "data",
+        mesh=mesh,
+        cuts=SMALL_CUTS,
+        min_shard_numel=6,
+        replicate_axis=replicate_axis,
+    )
+
     def step(g: Any, acc: Any) -> Any:
         return jaxzero.shard_grads(
             g,
-            "data",
+            layout,
             into=acc if accumulate else None,
             policy=policy,
-            cuts=SMALL_CUTS,
-            replicate_axis=replicate_axis,
             with_stats=True,
         )
 
@@ -306,22 +313,22 @@ def test_small_leaves_are_summed_whole_and_counted_once(
 
 
 def test_small_leaves_share_the_plan_of_the_reduction():
-    policy = Policy(min_shard_numel=6)
     tree = oracle.integers(SMALL, 0)
-    plan = jaxzero.make_plan(tree, 4, policy, SMALL_CUTS)
+    layout = jaxzero.make_layout(
+        tree, "data", mesh={"data": 4}, cuts=SMALL_CUTS, min_shard_numel=6
+    )
+    plan = jaxzero.make_plan(layout)
     by_hand = jaxzero.make_plan(tree, 4, Policy(), SMALL_LAYOUT)
     assert plan.num_collectives == by_hand.num_collectives
     layouts = {leaf.path: leaf.cut.layout for leaf in plan.leaves}
     assert layouts == {leaf.path: leaf.cut.layout for leaf in by_hand.leaves}
 
 
-def test_accumulators_of_another_policy_are_refused(make_mesh):
+def test_accumulators_of_another_layout_are_refused(make_mesh):
     def step(g: Any) -> Any:
         shards = jaxzero.shard_grads(g, "data")
-        policy = Policy(min_shard_numel=6)
-        return jaxzero.shard_grads(g, "data", into=shards, policy=policy)
+        layout = jaxzero.make_layout(g, "data", min_shard_numel=6)
+        return jaxzero.shard_grads(g, layout, into=shards)
 
-    with pytest.raises(
-        ValueError, match=r"same cuts, axis and Policy\(min_shard_numel"
-    ):
+    with pytest.raises(ValueError, match="or give the same layout to both"):
         PerRank(make_mesh(2)).run(step, [np.ones(5, np.float32)] * 2)

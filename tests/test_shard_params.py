@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from per_rank import PerRank
 
 import jaxzero
-from jaxzero import Policy
 
 SHAPES = {
     "even": (12, 2),
@@ -114,7 +113,7 @@ def test_only_whole_leaves_are_replicated(make_mesh):
     np.testing.assert_array_equal(shards["scalar"][1:], np.zeros(3))
 
 
-SMALL = Policy(min_shard_numel=8)
+SMALL = 8
 SMALL_CUTS = CUTS | {"kept": "flat"}
 SMALL_LAYOUT = SMALL_CUTS | {"ragged": "whole", "scalar": "whole"}
 """What SMALL makes of SMALL_CUTS: an explicit cut wins."""
@@ -125,18 +124,23 @@ SMALL_LAYOUT = SMALL_CUTS | {"ragged": "whole", "scalar": "whole"}
 @pytest.mark.parametrize("check_vma", [True, False], ids=["typed", "untyped"])
 def test_small_leaves_stay_whole_there_and_back(make_mesh, ranks, kind, check_vma):
     mesh = make_mesh(ranks, kind=kind)
-    options = {"policy": SMALL, "cuts": SMALL_CUTS}
-    like = jax.eval_shape(params)
-    shards = jaxzero.shard_params(params(), mesh, "data", **options)
+    layout = jaxzero.make_layout(
+        jax.eval_shape(params),
+        "data",
+        mesh=mesh,
+        cuts=SMALL_CUTS,
+        min_shard_numel=SMALL,
+    )
+    shards = jaxzero.shard_params(params(), mesh, layout)
     specs = jax.tree.map(lambda x: x.sharding.spec, shards)
     oracle.assert_same(shards, oracle.shards(params(), ranks, SMALL_LAYOUT))
     whole = {name for name, cut in SMALL_LAYOUT.items() if cut == "whole"}
     assert {name for name, spec in specs.items() if spec == P()} == whole
-    oracle.assert_same(jaxzero.unshard_params(shards, like, **options), params())
+    oracle.assert_same(jaxzero.unshard_params(shards, layout), params())
 
     def there_and_back(tree: Any) -> Any:
-        full = jaxzero.gather_params(tree, like, "data", **options)
-        return jaxzero.shard_grads(full, "data", **options)
+        full = jaxzero.gather_params(tree, layout)
+        return jaxzero.shard_grads(full, layout)
 
     step = jax.shard_map(
         there_and_back,
@@ -145,34 +149,39 @@ def test_small_leaves_stay_whole_there_and_back(make_mesh, ranks, kind, check_vm
         out_specs=specs,
         check_vma=check_vma,
     )
-    back = jaxzero.unshard_params(jax.jit(step)(shards), like, **options)
+    back = jaxzero.unshard_params(jax.jit(step)(shards), layout)
     oracle.assert_same(back, params())
 
 
 @pytest.mark.parametrize(
     ("shape", "given", "other", "ranks", "fits"),
     [
-        ((), SMALL, Policy(), 4, False),
-        ((), Policy(), SMALL, 4, False),
-        ((7,), Policy(), SMALL, 4, False),
-        ((7,), SMALL, Policy(), 4, True),
-        ((4,), SMALL, Policy(), 4, True),
-        ((4,), Policy(), SMALL, 4, True),
-        ((), SMALL, Policy(), 1, False),
-        ((7,), Policy(), SMALL, 1, True),
+        ((), SMALL, 0, 4, False),
+        ((), 0, SMALL, 4, False),
+        ((7,), 0, SMALL, 4, False),
+        ((7,), SMALL, 0, 4, False),
+        ((4,), SMALL, 0, 4, True),
+        ((4,), 0, SMALL, 4, True),
+        ((), SMALL, 0, 1, False),
+        ((7,), 0, SMALL, 1, True),
     ],
 )
-def test_another_policy_never_gives_a_wrong_value(
+def test_another_layout_never_gives_a_wrong_value(
     make_mesh, shape, given, other, ranks, fits
 ):
-    """Where the shape tells the layouts apart, the message names the policy."""
+    """Where the shape tells the layouts apart, the message says what to give."""
     true = oracle.integers({"w": shape}, 0)
-    shards = jaxzero.shard_params(true, make_mesh(ranks), "data", policy=given)
+    mesh = make_mesh(ranks)
+
+    def layout(numel: int) -> Any:
+        return jaxzero.make_layout(true, "data", mesh=mesh, min_shard_numel=numel)
+
+    shards = jaxzero.shard_params(true, mesh, layout(given))
     if fits:
-        oracle.assert_same(jaxzero.unshard_params(shards, true, policy=other), true)
+        oracle.assert_same(jaxzero.unshard_params(shards, layout(other)), true)
         return
-    with pytest.raises(ValueError, match=r"same cuts and Policy\(min_shard_numel="):
-        jaxzero.unshard_params(shards, true, policy=other)
+    with pytest.raises(ValueError, match=r"the same cuts; or the layout of both"):
+        jaxzero.unshard_params(shards, layout(other))
 
 
 @pytest.mark.parametrize("call", ["shard_params", "unshard_params"])

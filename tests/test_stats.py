@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from per_rank import PerRank
 
 import jaxzero
-from jaxzero import Policy, _stats
+from jaxzero import Policy
+from jaxzero._norms import stats as _stats
 
 SHAPES = {"even": (8, 3), "ragged": (7,), "scalar": (), "cut": (3, 5), "kept": (6,)}
 CUTS = {"even": None, "ragged": None, "scalar": None, "cut": 1, "kept": "whole"}

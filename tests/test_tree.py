@@ -12,7 +12,9 @@ import pytest
 
 import jaxzero
 from jaxzero import Policy
-from jaxzero._tree import broadcast_cuts, check_width, flatten, leaf_spec, match
+from jaxzero._collectives.leaves import leaf_spec
+from jaxzero._cut import cut_leaf
+from jaxzero._tree import broadcast_cuts, check_width, flatten, match
 
 Pair = collections.namedtuple("Pair", ["w", "b"])
 
@@ -241,7 +243,12 @@ def test_stored_dtype_is_that_of_into_then_of_the_policy_then_of_the_leaf(
     leaf, policy, into, dtype, shard_dtype
 ):
     tree = flatten([shape(8, dtype=leaf)], "tree", shapes_suffice=True)
-    spec = leaf_spec(tree.leaves[0], None, 2, Policy(**policy), into_dtype=into)
+    spec = leaf_spec(
+        tree.leaves[0],
+        cut_leaf(None, "", (8,), 2),
+        Policy(**policy),
+        into_dtype=into,
+    )
     assert (spec.dtype, spec.shard_dtype) == (dtype, shard_dtype)
 
 

@@ -99,7 +99,7 @@ def _plan(params: Params, options: DemoOptions) -> str:
 
 def _plan_of(
     grads: Params, options: DemoOptions, policy: jaxzero.Policy
-) -> jaxzero.Plan:
+) -> jaxzero.ReducePlan:
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, options.compute_dtype), grads
     )

@@ -10,7 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxzero import MemoryEstimate, Plan, Policy, estimate_memory, make_plan
+from jaxzero import (
+    MemoryEstimate,
+    Policy,
+    ReducePlan,
+    estimate_memory,
+    make_layout,
+    make_plan,
+)
 from jaxzero._cli.arguments import Parser, UsageError, add_count, whole_number
 from jaxzero._cli.models import LAYERS, MODELS, Params, num_elements
 
@@ -58,13 +65,13 @@ def main(arguments: Sequence[str]) -> int:
         compute_dtype=options.compute_dtype,
         comm_dtype=options.comm_dtype,
         shard_dtype=options.shard_dtype,
-        min_shard_numel=options.min_shard_numel,
         bucket_bytes=options.bucket_bytes,
     )
     estimate = estimate_memory(
         params,
         options.devices,
         policy,
+        min_shard_numel=options.min_shard_numel,
         layers=LAYERS if options.layers else (),
         replicas=options.replicas,
         accumulate=options.accumulate,
@@ -75,10 +82,15 @@ def main(arguments: Sequence[str]) -> int:
         if options.layers
         else dataclasses.replace(policy, divide_by=devices * options.accumulate)
     )
+    grads = _grads(params["blocks"][0] if options.layers else params, policy)
     plan = make_plan(
-        _grads(params["blocks"][0] if options.layers else params, policy),
-        options.devices,
-        dataclasses.replace(policy, shard_dtype=policy.shard_dtype or "float32"),
+        make_layout(
+            grads,
+            "data",
+            mesh={"data": options.devices},
+            min_shard_numel=options.min_shard_numel,
+        ),
+        policy=dataclasses.replace(policy, shard_dtype=policy.shard_dtype or "float32"),
     )
     if options.json:
         print(json.dumps(_summary(options, params, plan, estimate)))
@@ -187,7 +199,10 @@ def _grads(params: Any, policy: Policy) -> Any:
 
 
 def _report(
-    options: argparse.Namespace, params: Params, plan: Plan, estimate: MemoryEstimate
+    options: argparse.Namespace,
+    params: Params,
+    plan: ReducePlan,
+    estimate: MemoryEstimate,
 ) -> str:
     copies = f" x {options.replicas} replicas" if options.replicas > 1 else ""
     what = (
@@ -209,7 +224,10 @@ def _report(
 
 
 def _summary(
-    options: argparse.Namespace, params: Params, plan: Plan, estimate: MemoryEstimate
+    options: argparse.Namespace,
+    params: Params,
+    plan: ReducePlan,
+    estimate: MemoryEstimate,
 ) -> dict[str, Any]:
     return {
         "model": options.model,

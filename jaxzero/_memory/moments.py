@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxzero._memory.live import array_bytes
+from jaxzero._layout import Group
 from jaxzero._memory.step import Leaves, Step, shard_bytes
-from jaxzero._train.layout import Group
+from jaxzero._transports.alive import array_bytes
 
 LAYERS_OUTSIDE_LOOP = 2
 """Of stacked layers `apply_layers` differentiates the last and the first one apart."""
@@ -79,7 +79,7 @@ def _once(step: Step, full: int) -> Iterator[Moment]:
     yield from _layers(step, after)
     own = shard_bytes(step.resident)
     layers = shard_bytes(step.layout.leaves) - own
-    if step.stacked_bytes and not step.fused:
+    if step.stacked_bytes and not step.transport.on_gpu:
         # XLA:CPU writes the quotients of all layers down for the norm, and divides
         # anew for the update.
         yield Moment(
@@ -129,7 +129,7 @@ def _kept_full(step: Step, full: int) -> Iterator[Moment]:
         gathered=full,
         # XLA:CPU adds each in place as soon as it exists. XLA:GPU fuses the addition
         # into the matrix product, which writes new sums beside the old.
-        full_grads=sum(sizes) if step.fused else max(sizes, default=0),
+        full_grads=sum(sizes) if step.transport.on_gpu else max(sizes, default=0),
     )
     for alive in step.reducing(leaves, accumulates=False):
         yield Moment(
@@ -148,7 +148,7 @@ def _layers(step: Step, beside: Moment) -> Iterator[Moment]:
     for group, count in _distinct(step):
         # A scan has room for the shards of all its layers, whichever is at work.
         others = sum(of_group.values()) - (not group.stacked) * of_group[group]
-        if step.loops and not step.fused:
+        if step.loops and not step.transport.on_gpu:
             # XLA:CPU adds those of single layers to accumulators at once; XLA:GPU
             # may wait, to add several in one kernel.
             others = step.stacked_bytes

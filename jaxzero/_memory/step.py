@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 from jaxzero._cut import cut_leaf
 from jaxzero._dtypes import check_summable, like_kind
-from jaxzero._memory.live import Alive, array_bytes, gathering, reducing
-from jaxzero._plan import LIMITS, LeafSpec, build_plan
+from jaxzero._layout import Group, Layout, LeafLayout
+from jaxzero._plan import LeafSpec, plan_gather, plan_reduce
 from jaxzero._policy import Policy
-from jaxzero._train.layout import Group, Layout, LeafLayout
 from jaxzero._train.options import Sync
+from jaxzero._transports.alive import Alive, array_bytes
+from jaxzero._transports.transport import Transport
 
 Leaves = Sequence[LeafLayout]
 
@@ -20,7 +21,8 @@ class Step:
 
     Attributes:
       layout: how the parameters lie.
-      policy: dtypes and sizes; its transport is "nccl" or "xla".
+      policy: dtypes and sizes.
+      transport: what carries its gathers and reductions out.
       replicas: copies of each shard.
       accumulate: microbatches.
       sync: when gradients meet.
@@ -28,6 +30,7 @@ class Step:
 
     layout: Layout
     policy: Policy
+    transport: Transport
     replicas: int
     accumulate: int
     sync: Sync
@@ -41,11 +44,6 @@ class Step:
     def keeps_full(self) -> bool:
         """Whether gradients of several microbatches are added in full size."""
         return self.loops and self.sync == "last"
-
-    @property
-    def fused(self) -> bool:
-        """Whether a gather or reduction is one call, that of transport "nccl"."""
-        return self.policy.transport == "nccl"
 
     @property
     def overlaps(self) -> bool:
@@ -93,16 +91,13 @@ class Step:
 
     def gathering(self, leaves: Leaves) -> list[Alive]:
         """Returns what is alive while leaves, or one layer of each, are gathered."""
-        policy = dataclasses.replace(self.policy, comm_dtype=None, reduction="native")
-        specs = map(self._spec, leaves)
-        plan = build_plan(
-            [dataclasses.replace(spec, reduced=spec.whole) for spec in specs],
+        plan = plan_gather(
+            list(map(self._spec, leaves)),
             self.layout.group_size,
-            policy,
-            limits=LIMITS[policy.transport],
-            sums=False,
+            self.policy,
+            limits=self.transport.limits,
         )
-        return list(gathering(plan, fused=self.fused))
+        return list(self.transport.gathering(plan))
 
     def reducing(
         self, leaves: Leaves, *, accumulates: bool, kept: bool = False
@@ -117,20 +112,17 @@ class Step:
         specs = [self._spec(leaf) for leaf in leaves]
         if self.keeps_full:
             specs = [dataclasses.replace(s, dtype=s.shard_dtype) for s in specs]
-        plan = build_plan(
+        plan = plan_reduce(
             specs,
             self.layout.group_size,
             self.policy,
-            limits=LIMITS[self.policy.transport],
+            limits=self.transport.limits,
             replicas=self.summed_at_once,
             accumulates=accumulates,
         )
         return list(
-            reducing(
-                plan,
-                fused=self.fused,
-                accumulates=accumulates,
-                kept=kept or self.keeps_full,
+            self.transport.reducing(
+                plan, accumulates=accumulates, kept=kept or self.keeps_full
             )
         )
 
@@ -146,13 +138,13 @@ class Step:
             )
             for leaf in self.layout.leaves
         ]
-        plan = build_plan(
+        plan = plan_reduce(
             specs,
             self.replicas,
             dataclasses.replace(self.policy, comm_dtype=None),
-            limits=LIMITS[self.policy.transport],
+            limits=self.transport.limits,
         )
-        return list(reducing(plan, fused=self.fused, accumulates=False, kept=True))
+        return list(self.transport.reducing(plan, accumulates=False, kept=True))
 
     def _spec(self, leaf: LeafLayout) -> LeafSpec:
         return LeafSpec(

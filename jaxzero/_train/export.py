@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxzero._cut import Shape
-from jaxzero._train.layout import Layout, LeafLayout
+from jaxzero._layout import Layout, LeafLayout
 from jaxzero._train.optimizer_layout import match_leaves
 from jaxzero._train.state import TrainState
 from jaxzero._tree import PyTree

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxzero._axis import Axis
+from jaxzero._collectives.gather_params import gather_params
+from jaxzero._collectives.shard_grads import shard_grads
 from jaxzero._dtypes import component_dtype
-from jaxzero._gather_params import gather_params
 from jaxzero._gathered import Recipe, Shards
+from jaxzero._layout import Layout
+from jaxzero._norms.stats import Stats
 from jaxzero._policy import Policy
-from jaxzero._shard_grads import shard_grads
-from jaxzero._stats import Stats
-from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
 from jaxzero._tree import PyTree, path_name
 

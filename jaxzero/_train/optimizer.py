@@ -10,10 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxzero._axis import aval_varies, bind_axis
+from jaxzero._empty import empty_as_constants
+from jaxzero._layout import Layout, LeafLayout
 from jaxzero._train.elementwise import check_any_shape, check_elementwise
-from jaxzero._train.empty import empty_as_constants
 from jaxzero._train.extra_args import update
-from jaxzero._train.layout import Layout, LeafLayout
 from jaxzero._train.optimizer_layout import check_replicated, match_leaves
 from jaxzero._train.options import Optimizer
 from jaxzero._tree import PyTree
@@ -53,7 +53,7 @@ class ShardedOptimizer:
         shapes, owners = self._look(layout)
         return jax.tree.unflatten(
             jax.tree.structure(shapes),
-            [P() if o is None else o.spec(layout.names) for o in owners],
+            [P() if o is None else o.spec for o in owners],
         )
 
     def abstract(self, layout: Layout) -> PyTree:
@@ -67,7 +67,7 @@ class ShardedOptimizer:
                     leaf.shape if owner is None else owner.global_shape,
                     leaf.dtype,
                     sharding=NamedSharding(
-                        self._mesh, P() if owner is None else owner.spec(layout.names)
+                        self._mesh, P() if owner is None else owner.spec
                     ),
                 )
                 for leaf, owner in zip(leaves, owners, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxzero._cut import Shape
-from jaxzero._train.layout import LeafLayout
+from jaxzero._layout import LeafLayout
 from jaxzero._tree import PyTree, path_name
 
 

@@ -7,12 +7,12 @@ from typing import Any, Literal, Protocol, get_args
 from jax.sharding import Mesh
 
 from jaxzero._axis import AxisName
-from jaxzero._loss_scale import LossScale
-from jaxzero._norm_clip import checked_limit
+from jaxzero._make_layout import Globs
+from jaxzero._norms.clip import checked_limit
+from jaxzero._norms.loss_scale import LossScale
 from jaxzero._numbers import whole_number
 from jaxzero._policy import Policy
 from jaxzero._train.batch_dims import BatchDims
-from jaxzero._train.make_layout import Globs
 from jaxzero._tree import PyTree
 
 Sync = Literal["each", "replicas_last", "last"]

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxzero._cut import Shape
+from jaxzero._layout import Layout, LeafLayout
 from jaxzero._train.export import auto_shardings, even_spec
-from jaxzero._train.layout import Layout, LeafLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,7 @@ def place_leaves(
       mesh: the mesh that is wanted.
     """
     shardings = [
-        NamedSharding(mesh, P() if p.owner is None else p.owner.spec(layout.names))
-        for p in places
+        NamedSharding(mesh, P() if p.owner is None else p.owner.spec) for p in places
     ]
     placed: dict[int, jax.Array] = {}
     arrays: dict[int, jax.Array] = {}

@@ -9,9 +9,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxzero._layout import Layout
 from jaxzero._train.batch import Part, batch_specs
 from jaxzero._train.batch_dims import dims_of
-from jaxzero._train.layout import Layout
 from jaxzero._train.optimizer import ShardedOptimizer
 from jaxzero._train.options import LossFn, StepOptions
 from jaxzero._train.state import Metrics, TrainState
@@ -21,7 +21,7 @@ from jaxzero._tree import PyTree
 
 def birth(layout: Layout, mesh: Mesh, init_fn: Callable[..., PyTree]) -> Any:
     """Returns the jitted function that makes parameters as global arrays of shards."""
-    shardings = [NamedSharding(mesh, leaf.spec(layout.names)) for leaf in layout.leaves]
+    shardings = [NamedSharding(mesh, leaf.spec) for leaf in layout.leaves]
 
     def make(*args: Any) -> list[jax.Array]:
         leaves = jax.tree.leaves(init_fn(*args))

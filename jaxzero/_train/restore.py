@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.tree_util import keystr
 
-from jaxzero._loss_scale import LossScaleState
+from jaxzero._layout import Layout, LeafLayout
+from jaxzero._norms.loss_scale import LossScaleState
 from jaxzero._train.export import Exported
-from jaxzero._train.layout import Layout, LeafLayout
 from jaxzero._train.optimizer_layout import match_leaves
 from jaxzero._train.place import Place, param_places, place_leaves
 from jaxzero._tree import PyTree

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxzero._loss_scale import LossScaleState
-from jaxzero._train.layout import Layout
+from jaxzero._layout import Layout
+from jaxzero._norms.loss_scale import LossScaleState
 from jaxzero._tree import PyTree
 
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxzero._axis import Axis, bind_axis
-from jaxzero._norm import global_norm
-from jaxzero._norm_clip import clipped
-from jaxzero._train.empty import empty_as_constants
+from jaxzero._empty import empty_as_constants
+from jaxzero._layout import Layout
+from jaxzero._norms.clip import clipped
+from jaxzero._norms.global_norm import global_norm
 from jaxzero._train.extra_args import update
 from jaxzero._train.grads import Dims, Gradients
-from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
 from jaxzero._train.state import Metrics, TrainState
 from jaxzero._tree import PyTree

@@ -11,15 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import CutTree
-from jaxzero._loss_scale import LossScale, LossScaleState
+from jaxzero._layout import Layout
+from jaxzero._make_layout import Globs, check_alone, check_sizes, checked_numel
+from jaxzero._norms.loss_scale import LossScale, LossScaleState
 from jaxzero._policy import Policy
 from jaxzero._train import batch as placing
 from jaxzero._train import export, restore
 from jaxzero._train.agreed_layout import agreed_layout
 from jaxzero._train.batch import Batches
 from jaxzero._train.batch_dims import BatchDims
-from jaxzero._train.layout import Layout
-from jaxzero._train.make_layout import Globs
 from jaxzero._train.optimizer import ShardedOptimizer
 from jaxzero._train.options import (
     LossFn,
@@ -40,10 +40,11 @@ def zero3(
     loss_fn: LossFn,
     optimizer: Optimizer,
     mesh: Mesh,
-    axis_name: AxisName = "data",
+    axis_name: AxisName | Layout = "data",
     *,
     policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
+    min_shard_numel: int = 0,
     replicate_axis: AxisName | None = None,
     layers: Globs = (),
     stacked: Globs = (),
@@ -73,9 +74,12 @@ def zero3(
         dimensions (`cuts=lambda path, shape: 0 if len(shape) > 1 else None`); else
         `init` refuses, too.
       mesh: mesh of all devices.
-      axis_name: mesh axis, or tuple of axes, to shard over.
+      axis_name: mesh axis, or tuple of axes, to shard over; or a `Layout` of the
+        parameters, which then says all about cuts, replicas and layers.
       policy: dtypes of computing, wire and shards, what is summed, bucket sizes.
       cuts: as for `shard_grads`; for a stacked leaf, the cut of each layer.
+      min_shard_numel: parameters with fewer elements, and no cut of their own, stay
+        whole.
       replicate_axis: axis or axes along which shards are copies (hybrid sharding).
       layers: globs of key paths, such as `"blocks/*"`, of one layer each: `loss_fn`
         gets its shards and gives them to functions made by `gathered`.
@@ -116,7 +120,16 @@ def zero3(
       >>> print(metrics.loss, state.params["w"])
       1.0 [0.1 0.1]
     """
-    names, replicate = axis_names(axis_name, replicate_axis, "zero3")
+    given = None
+    if isinstance(axis_name, Layout):
+        given = axis_name
+        check_alone("zero3", cuts=cuts, replicate_axis=replicate_axis)
+        check_alone("zero3", layers=layers or None, stacked=stacked or None)
+        check_alone("zero3", min_shard_numel=min_shard_numel or None)
+        check_sizes(given, mesh.shape, "zero3")
+        names, replicate = given.names, given.replicate
+    else:
+        names, replicate = axis_names(axis_name, replicate_axis, "zero3")
     check_mesh(mesh, names, replicate)
     missing = "" if replicate else "replicate_axis"
     check_choices("zero3", accumulate, sync, layers, stacked, missing)
@@ -137,7 +150,9 @@ def zero3(
             has_aux=has_aux,
             batch_dims=batch_dims,
         ),
+        given=given,
         cuts=cuts,
+        min_shard_numel=checked_numel("zero3", min_shard_numel),
         layers=layers,
         stacked=stacked,
     )
@@ -151,14 +166,18 @@ class Zero3:
         mesh: Mesh,
         options: StepOptions,
         *,
+        given: Layout | None,
         cuts: CutTree,
+        min_shard_numel: int,
         layers: Globs,
         stacked: Globs,
     ) -> None:
         self._mesh = mesh
         self._options = options
         self._optimizer = ShardedOptimizer(options.optimizer, mesh)
+        self._given = given
         self._cuts = cuts
+        self._min_shard_numel = min_shard_numel
         self._layers = layers
         self._stacked = stacked
         self._batches = Batches(mesh, options)
@@ -376,7 +395,9 @@ class Zero3:
             like,
             self._options,
             self._mesh,
+            self._given,
             cuts=self._cuts,
+            min_shard_numel=self._min_shard_numel,
             layers=self._layers,
             stacked=self._stacked,
         )

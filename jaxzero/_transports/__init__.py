@@ -1,17 +1,21 @@
 """How a plan is carried out: the transports, and the choice of one."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
 
 from jaxzero import _ffi
 from jaxzero._policy import Policy
-from jaxzero._transports import nccl, xla
+from jaxzero._transports.nccl import Nccl
+from jaxzero._transports.transport import Transport
+from jaxzero._transports.xla import Xla
 
-TRANSPORTS: Mapping[str, Any] = {"nccl": nccl, "xla": xla}
-"""Modules with the functions `reduce_scatter` and `all_gather`."""
+GPU: Transport = Nccl()
+"""The transport of NVIDIA GPUs."""
+ANY: Transport = Xla()
+"""The transport of any device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,23 +23,34 @@ class Choice:
     """The transports of one call, with the reason for them.
 
     Attributes:
-      names: one transport for every platform, or "nccl" for CUDA and "xla" for
-        what is not CUDA; which of the two is known when JAX lowers the program.
+      transports: one for every platform, or that of CUDA and that of what is not
+        CUDA; which of the two is known when JAX lowers the program.
       reason: why.
     """
 
-    names: tuple[str, ...]
+    transports: tuple[Transport, ...]
     reason: str
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the transports."""
+        return tuple(transport.name for transport in self.transports)
+
     def dispatch(self, carry_out: Callable[..., Any], *operands: Any) -> Any:
-        """Returns `carry_out(name, *operands)` for the transport of the platform."""
-        if len(self.names) == 1:
-            return carry_out(self.names[0], *operands)
+        """Returns `carry_out(transport, *operands)` for that of the platform."""
+        if len(self.transports) == 1:
+            return carry_out(self.transports[0], *operands)
+        gpu, other = self.transports
         return lax.platform_dependent(
             *operands,
-            cuda=lambda *values: carry_out("nccl", *values),
-            default=lambda *values: carry_out("xla", *values),
+            cuda=lambda *values: carry_out(gpu, *values),
+            default=lambda *values: carry_out(other, *values),
         )
+
+
+def transport_for_gpus(policy: Policy) -> Transport:
+    """Returns the transport that a policy asks for, else that of NVIDIA GPUs."""
+    return ANY if policy.transport == ANY.name else GPU
 
 
 def choose(policy: Policy, platform: str | None = None) -> Choice:
@@ -58,18 +73,20 @@ def choose(policy: Policy, platform: str | None = None) -> Choice:
             f"the mesh has NVIDIA GPUs, but {obstacle}. Build jaxzero with "
             f"JAXZERO_CUDA=on (see BUILD.md), or use a mesh of CPU devices."
         )
-    if policy.transport == "xla":
-        return Choice(names=("xla",), reason="asked for")
-    if policy.transport == "nccl":
+    if policy.transport == ANY.name:
+        return Choice(transports=(ANY,), reason="asked for")
+    if policy.transport == GPU.name:
         found = obstacle
         if found is None and platform is not None and not on_gpu:
             found = f"the mesh has devices of platform {platform!r}"
         if found is not None:
             raise NotImplementedError(
-                f"Policy transport='nccl' cannot run here: {found}. "
-                f"Use transport='xla' or 'auto'."
+                f"Policy transport={GPU.name!r} cannot run here: {found}. "
+                f"Use transport={ANY.name!r} or 'auto'."
             )
-        return Choice(names=("nccl",), reason="asked for")
+        return Choice(transports=(GPU,), reason="asked for")
     if obstacle is not None:
-        return Choice(names=("xla",), reason=obstacle)
-    return Choice(names=("nccl", "xla"), reason="nccl on CUDA, xla elsewhere")
+        return Choice(transports=(ANY,), reason=obstacle)
+    return Choice(
+        transports=(GPU, ANY), reason=f"{GPU.name} on CUDA, {ANY.name} elsewhere"
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxzero._plan import Bucket
-from jaxzero._plan_table import format_bytes
+from jaxzero._text import format_bytes
 
 PREFIX = "jaxzero/"
 """Begins every name scope."""

@@ -9,7 +9,7 @@ may deadlock.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,18 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxzero import _ffi
 from jaxzero._axis import Axis
-from jaxzero._plan import Bucket, LeafSpec, Plan
+from jaxzero._plan import (
+    Bucket,
+    GatherPlan,
+    LeafSpec,
+    Limits,
+    Move,
+    Plan,
+    ReducePlan,
+)
+from jaxzero._transports.alive import Alive, gathering_at_once, reducing_at_once
 from jaxzero._transports.names import PREFIX, bucket_name, call_name
-
-Operands = Sequence[jax.Array]
+from jaxzero._transports.transport import Arrays, Reduced
 
 _ON_COLLECTIVE_STREAM = {
     "_xla_stream_annotation": "collective",
@@ -35,17 +43,74 @@ _ON_COLLECTIVE_STREAM = {
 }
 
 
-def reduce_scatter(
-    plan: Plan, axis: Axis, leaves: Operands, into: Operands | None, with_stats: bool
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Carries out a plan.
+class Nccl:
+    """Transport "nccl"; its methods are described in `Transport`."""
 
-    Args and results as of `jaxzero._transports.xla.reduce_scatter`. An accumulator
-    that is donated is updated in place.
-    """
-    sent = [i for i, spec in enumerate(plan.leaves) if not spec.empty]
-    if not sent:
-        return [_empty_shard(spec) for spec in plan.leaves], []
+    name = "nccl"
+    on_gpu = True
+    splits_calls = True
+    limits = Limits(bucket_bytes=256 << 20, direct_bytes=1 << 40, widens_bfloat16=False)
+
+    def reduce_scatter(
+        self,
+        plan: ReducePlan,
+        axis: Axis,
+        leaves: Arrays,
+        into: Arrays | None,
+        with_stats: bool,
+    ) -> Reduced:
+        sent = _sent(plan.buckets)
+        if not sent:
+            return Reduced([_empty_shard(spec) for spec in plan.leaves], [])
+        return _reduce(plan, axis, sent, leaves, into, with_stats)
+
+    def all_gather(
+        self, plan: GatherPlan, axis: Axis, shards: Arrays
+    ) -> list[jax.Array]:
+        travelling = {
+            i: b for i, b in enumerate(plan.buckets) if b.collective != "none"
+        }
+        sent = _sent(list(travelling.values()))
+        gathered = dict(
+            zip(sent, _gather(plan, axis, travelling, sent, shards), strict=True)
+        )
+
+        def leaf(i: int) -> jax.Array:
+            spec = plan.leaves[i]
+            match plan.routes[i].move:
+                case Move.EMPTY:
+                    return jnp.zeros(spec.shape, spec.dtype)
+                case Move.OWN:
+                    return shards[i].astype(spec.dtype).reshape(spec.shape)
+                case _:
+                    return gathered[i]
+
+        return [leaf(i) for i in range(len(plan.leaves))]
+
+    def gathering(self, plan: GatherPlan) -> Iterator[Alive]:
+        return gathering_at_once(plan)
+
+    def reducing(
+        self, plan: ReducePlan, *, accumulates: bool, kept: bool
+    ) -> Iterator[Alive]:
+        # Arrays of one call all exist before it, kept or not.
+        return reducing_at_once(plan, accumulates=accumulates)
+
+
+def _sent(buckets: Sequence[Bucket]) -> list[int]:
+    """Returns the leaves that are operands, in tree order."""
+    return sorted({slot.leaf for bucket in buckets for slot in bucket.slots})
+
+
+def _reduce(
+    plan: ReducePlan,
+    axis: Axis,
+    sent: Sequence[int],
+    leaves: Arrays,
+    into: Arrays | None,
+    with_stats: bool,
+) -> Reduced:
+    """Reduces the leaves `sent`; others have no elements."""
     tables = _Tables.of(plan, axis, dict(enumerate(plan.buckets)), sent)
     names = _names(plan, axis)
     operands = [leaves[i] for i in sent]
@@ -82,36 +147,21 @@ def reduce_scatter(
     )
     measured = list(results.pop()) if with_stats else []
     shard_of = dict(zip(sent, results, strict=True))
-    return [
-        shard_of[i] if i in shard_of else _empty_shard(spec)
-        for i, spec in enumerate(plan.leaves)
-    ], measured
-
-
-def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
-    """Carries out a plan backwards: shards to leaves.
-
-    Args and results as of `jaxzero._transports.xla.all_gather`.
-    """
-    travelling = {i: b for i, b in enumerate(plan.buckets) if b.kind != "local"}
-    sent = sorted({slot.leaf for b in travelling.values() for slot in b.slots})
-    leaves = _gather(plan, axis, travelling, sent, shards)
-    gathered = dict(zip(sent, leaves, strict=True))
-    for i, spec in enumerate(plan.leaves):
-        if spec.empty:
-            gathered[i] = jnp.zeros(spec.shape, spec.dtype)
-        elif i not in gathered:
-            # Each rank holds all of it.
-            gathered[i] = shards[i].astype(spec.dtype).reshape(spec.shape)
-    return [gathered[i] for i in range(len(plan.leaves))]
+    return Reduced(
+        [
+            shard_of[i] if i in shard_of else _empty_shard(spec)
+            for i, spec in enumerate(plan.leaves)
+        ],
+        measured,
+    )
 
 
 def _gather(
-    plan: Plan,
+    plan: GatherPlan,
     axis: Axis,
     travelling: Mapping[int, Bucket],
     sent: Sequence[int],
-    shards: Operands,
+    shards: Arrays,
 ) -> list[jax.Array]:
     """Returns the leaves `sent` from their shards."""
     if not sent:
@@ -140,14 +190,14 @@ def _gather(
 
 
 def _temp(
-    axis: Axis, names: frozenset[str], temp_bytes: int, operands: Operands, digest: int
+    axis: Axis, names: frozenset[str], temp_bytes: int, operands: Arrays, digest: int
 ) -> jax.Array:
     """Returns memory for one call to work in.
 
-    As a result of the call it would be one that nobody uses, see `_call`. XLA merges
-    equal calls, and must not give one memory to two: so this one has the operands of
-    the call that it is for, and a digest of the rest. It is equal to another only if
-    those two calls are, which are then merged as well.
+    Not a result of the fused call: an unused result would keep XLA from removing the
+    barrier in `_call`. XLA merges equal calls, and must not give one memory to two: so
+    this one has the operands of the call that it is for, and a digest of the rest. It
+    is equal to another only if those two calls are, which are then merged as well.
     """
     result = axis.result((max(temp_bytes, 1),), "uint8", names)
     return _ffi.call(_ffi.TEMP, [result], operands, digest=np.int64(digest))[0]
@@ -157,7 +207,7 @@ def _empty_shard(spec: LeafSpec) -> jax.Array:
     return jnp.zeros(spec.cut.shard_shape, spec.shard_dtype)
 
 
-def _names(plan: Plan, axis: Axis) -> frozenset[str]:
+def _names(plan: ReducePlan, axis: Axis) -> frozenset[str]:
     """Returns all axes that operands vary over; one call has one type of operand."""
     return frozenset(axis.all_names).union(*(b.varying for b in plan.buckets))
 
@@ -185,7 +235,8 @@ class _Tables:
         buckets = list(numbered.values())
         operand = {leaf: i for i, leaf in enumerate(sent)}
         used = {bucket.collective for bucket in buckets}
-        scatters = "reduce_scatter" in used
+        scatters = not used.isdisjoint({"reduce_scatter", "all_gather"})
+        replicas = plan.replicas if isinstance(plan, ReducePlan) else 1
 
         def groups(names: tuple[str, ...], are_used: bool) -> np.ndarray:
             if not are_used:
@@ -197,9 +248,9 @@ class _Tables:
             buckets=_bucket_table(buckets),
             bucket_names="".join(f"{bucket_name(*item)};" for item in numbered.items()),
             group_size=plan.group_size,
-            replicas=plan.replicas,
+            replicas=replicas,
             shard_groups=groups(axis.names, scatters),
-            replicate_groups=groups(axis.replicate, scatters and plan.replicas > 1),
+            replicate_groups=groups(axis.replicate, scatters and replicas > 1),
             all_groups=groups(axis.all_names, "all_reduce" in used),
         )
 
@@ -218,6 +269,12 @@ def _slot_rows(
     ]
 
 
+_INVERSE_OF = {"all_gather": "reduce_scatter"} | {
+    name: name for name in ("reduce_scatter", "all_reduce", "none")
+}
+"""What C++ calls a collective: a gather is the inverse of its reduce-scatter."""
+
+
 def _bucket_table(buckets: Sequence[Bucket]) -> np.ndarray:
     module = _ffi.cuda_module()
     codes = module.bucket_codes()
@@ -227,7 +284,7 @@ def _bucket_table(buckets: Sequence[Bucket]) -> np.ndarray:
     for bucket in buckets:
         row = {
             "kind": codes["kind"].index(bucket.kind),
-            "collective": codes["collective"].index(bucket.collective),
+            "collective": codes["collective"].index(_INVERSE_OF[bucket.collective]),
             "comm_dtype": codes["comm_dtype"].index(bucket.comm_dtype),
             "send_rows": bucket.send_rows,
             "recv_rows": bucket.recv_rows,
@@ -246,9 +303,9 @@ def _call(
     target: str,
     name: str,
     results: Sequence[jax.ShapeDtypeStruct],
-    operands: Operands,
+    operands: Arrays,
     *,
-    temp: Callable[[Operands, int], jax.Array],
+    temp: Callable[[Arrays, int], jax.Array],
     aliases: dict[int, int],
     tables: _Tables,
     divisor: float,

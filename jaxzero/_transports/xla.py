@@ -7,7 +7,7 @@ collectives run in plan order on every rank.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,50 +16,78 @@ from jax import lax
 
 from jaxzero import _ffi
 from jaxzero._axis import Axis, varying
-from jaxzero._plan import Bucket, Plan
+from jaxzero._padding import padded, trimmed
+from jaxzero._plan import Bucket, GatherPlan, Limits, ReducePlan
+from jaxzero._transports.alive import Alive, gathering_in_turns, reducing_in_turns
 from jaxzero._transports.names import PREFIX, bucket_name
+from jaxzero._transports.transport import Arrays, Reduced
 
-Operands = Sequence[jax.Array]
 
+class Xla:
+    """Transport "xla"; its methods are described in `Transport`."""
 
-def reduce_scatter(
-    plan: Plan, axis: Axis, leaves: Operands, into: Operands | None, with_stats: bool
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Carries out a plan.
+    name = "xla"
+    on_gpu = False
+    splits_calls = False
+    limits = Limits(bucket_bytes=64 << 20, direct_bytes=256 << 10, widens_bfloat16=True)
 
-    Args:
-      plan: the plan for these leaves.
-      axis: the axis that the plan was made for.
-      leaves: the leaves in plan order, varying over the axis. A leaf marked
-        `reduced` is given as this rank's slice of it.
-      into: accumulators in plan order, or None. An accumulator that is donated is
-        updated in place.
-      with_stats: whether to measure norm and finiteness.
+    def reduce_scatter(
+        self,
+        plan: ReducePlan,
+        axis: Axis,
+        leaves: Arrays,
+        into: Arrays | None,
+        with_stats: bool,
+    ) -> Reduced:
+        shards = _Partial(into)
+        stats: list[jax.Array] = []
+        for number, bucket in enumerate(plan.buckets):
+            with jax.named_scope(PREFIX + bucket_name(number, bucket)):
+                send, dim = _rows_to_send(plan, axis, bucket, leaves, stats)
+                rows, num_rows = _reduced_rows(axis, bucket, send, dim)
+                stats.append(
+                    _unpack(plan, axis, bucket, rows, num_rows, shards, with_stats)
+                )
+        return Reduced(
+            [
+                shards.finish(i, leaf.cut.shard_shape, leaf.shard_dtype)
+                for i, leaf in enumerate(plan.leaves)
+            ],
+            stats if with_stats else [],
+        )
 
-    Returns:
-      The shards in plan order, and per bucket float32[2]: the norm of the bucket's
-      shards on this rank, and 1 if all of them are finite, else 0.
-    """
-    shards = _Partial(into)
-    stats: list[jax.Array] = []
-    for number, bucket in enumerate(plan.buckets):
-        with jax.named_scope(PREFIX + bucket_name(number, bucket)):
-            send, dim = _rows_to_send(plan, axis, bucket, leaves, stats)
-            rows, num_rows = _reduced_rows(axis, bucket, send, dim)
-            stats.append(
-                _unpack(plan, axis, bucket, rows, num_rows, shards, with_stats)
-            )
-    return [
-        shards.finish(i, leaf.cut.shard_shape, leaf.shard_dtype)
-        for i, leaf in enumerate(plan.leaves)
-    ], stats
+    def all_gather(
+        self, plan: GatherPlan, axis: Axis, shards: Arrays
+    ) -> list[jax.Array]:
+        leaves = _Partial(None)
+        token: list[jax.Array] = []
+        for number, bucket in enumerate(plan.buckets):
+            with jax.named_scope(PREFIX + bucket_name(number, bucket)):
+                if bucket.kind == "packed":
+                    done = _gather_packed(plan, axis, bucket, shards, leaves, token)
+                    token.append(done)
+                else:
+                    i = bucket.slots[0].leaf
+                    leaves.done[i] = _gather_direct(plan, axis, bucket, shards[i])
+        return [
+            leaves.finish(i, leaf.shape, leaf.dtype)
+            for i, leaf in enumerate(plan.leaves)
+        ]
+
+    def gathering(self, plan: GatherPlan) -> Iterator[Alive]:
+        return gathering_in_turns(plan)
+
+    def reducing(
+        self, plan: ReducePlan, *, accumulates: bool, kept: bool
+    ) -> Iterator[Alive]:
+        return reducing_in_turns(plan, accumulates=accumulates, kept=kept)
 
 
 @dataclasses.dataclass
 class _Partial:
     """Results under construction: a leaf split over buckets is written in turns."""
 
-    into: Operands | None
+    into: Arrays | None
     done: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
     def bases(self, bucket: Bucket) -> "_Bases":
@@ -71,7 +99,7 @@ class _Partial:
             numbers=[-1 if base is None else next(count) for base in found],
         )
 
-    def write(self, bucket: Bucket, results: Operands) -> None:
+    def write(self, bucket: Bucket, results: Arrays) -> None:
         """Takes the results of a call, in slot order."""
         for slot, result in zip(bucket.slots, results, strict=True):
             self.done[slot.leaf] = result
@@ -107,7 +135,7 @@ class _Bases:
 
 
 def _rows_to_send(
-    plan: Plan, axis: Axis, bucket: Bucket, leaves: Operands, earlier: Operands
+    plan: ReducePlan, axis: Axis, bucket: Bucket, leaves: Arrays, earlier: Arrays
 ) -> tuple[jax.Array, int]:
     """Returns what enters the collective, and the dimension that ranks divide."""
     if bucket.kind == "packed":
@@ -117,8 +145,7 @@ def _rows_to_send(
         return leaves[first], 0
     # Its own shape, so that the received rows are the shard without a copy.
     cut = plan.leaves[first].cut
-    flat = cut.dim is None and cut.layout != "whole"
-    return leaves[first].reshape(-1) if flat else leaves[first], cut.dim or 0
+    return padded(cut, leaves[first]), cut.shard_dim
 
 
 def _reduced_rows(
@@ -143,7 +170,7 @@ def _reduced_rows(
 
 
 def _pack(
-    plan: Plan, axis: Axis, bucket: Bucket, leaves: Operands, earlier: Operands
+    plan: ReducePlan, axis: Axis, bucket: Bucket, leaves: Arrays, earlier: Arrays
 ) -> jax.Array:
     """Packs a bucket's leaves, after the last of the `earlier` results."""
     names = frozenset(axis.all_names + bucket.varying)
@@ -162,14 +189,14 @@ def _pack(
     return send
 
 
-def _token(earlier: Operands, names: frozenset[str]) -> list[jax.Array]:
+def _token(earlier: Arrays, names: frozenset[str]) -> list[jax.Array]:
     """Returns the last result to wait for that does not widen the result's type."""
     fitting = [value for value in earlier if varying(value) <= names]
     return fitting[-1:]
 
 
 def _unpack(
-    plan: Plan,
+    plan: ReducePlan,
     axis: Axis,
     bucket: Bucket,
     rows: jax.Array,
@@ -199,50 +226,26 @@ def _unpack(
     return stats
 
 
-def all_gather(plan: Plan, axis: Axis, shards: Operands) -> list[jax.Array]:
-    """Carries out a plan backwards: shards to leaves.
-
-    Args:
-      plan: a plan whose comm dtype is the dtype of the leaves.
-      axis: the axis that the plan was made for.
-      shards: the shards in plan order.
-
-    Returns:
-      The leaves in plan order, in true shape and leaf dtype.
-    """
-    leaves = _Partial(None)
-    token: list[jax.Array] = []
-    for number, bucket in enumerate(plan.buckets):
-        with jax.named_scope(PREFIX + bucket_name(number, bucket)):
-            if bucket.kind == "packed":
-                token.append(_gather_packed(plan, axis, bucket, shards, leaves, token))
-            else:
-                first = bucket.slots[0].leaf
-                leaves.done[first] = _gather_direct(plan, axis, first, shards[first])
-    return [
-        leaves.finish(i, leaf.shape, leaf.dtype) for i, leaf in enumerate(plan.leaves)
-    ]
-
-
-def _gather_direct(plan: Plan, axis: Axis, index: int, shard: jax.Array) -> jax.Array:
-    leaf = plan.leaves[index]
+def _gather_direct(
+    plan: GatherPlan, axis: Axis, bucket: Bucket, shard: jax.Array
+) -> jax.Array:
+    leaf = plan.leaves[bucket.slots[0].leaf]
     shard = shard.astype(leaf.dtype)
-    if leaf.cut.ranks > 1:
+    if bucket.collective == "all_gather":
         with jax.named_scope("collective"):
-            dim = leaf.cut.dim or 0
+            dim = leaf.cut.shard_dim
             shard = lax.all_gather(shard, axis.names, axis=dim, tiled=True)
-    if leaf.cut.layout == "flat":
-        return shard.reshape(-1)[: leaf.cut.length].reshape(leaf.shape)
-    return shard.reshape(leaf.shape)
+    full: jax.Array = trimmed(leaf.cut, shard).reshape(leaf.shape)
+    return full
 
 
 def _gather_packed(
-    plan: Plan,
+    plan: GatherPlan,
     axis: Axis,
     bucket: Bucket,
-    shards: Operands,
+    shards: Arrays,
     leaves: _Partial,
-    token: Operands,
+    token: Arrays,
 ) -> jax.Array:
     """Gathers a bucket of shards into `leaves`; returns an ordering token."""
     specs = [plan.leaves[slot.leaf] for slot in bucket.slots]

@@ -157,7 +157,6 @@ def exact():
         ((2, 2), {"bucket_bytes": 64}),
         ((2, 2), {"direct_bytes": 0}),
         ((1, 8), {"reduction": "float32"}),
-        ((1, 4), {"min_shard_numel": 20}),
     ],
     ids=str,
 )
@@ -165,6 +164,10 @@ def exact():
 def test_buckets_change_no_bit(make_mesh, exact, shape, options, layers):
     found = whole_steps(make_mesh, shape, policy=Policy(**options), layers=layers)
     oracle.assert_same(found, exact)
+
+
+def test_small_leaves_kept_whole_change_no_bit(make_mesh, exact):
+    oracle.assert_same(whole_steps(make_mesh, (1, 4), min_shard_numel=20), exact)
 
 
 @pytest.mark.parametrize("cut", [None, "whole", "flat"])

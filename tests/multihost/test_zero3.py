@@ -73,7 +73,7 @@ def test_batches_are_the_same_however_they_are_built(
     steps = STEPS if jax.default_backend() == "gpu" else 5  # slow on CPUs
     curves = []
     for build in (lambda zero, batch: batch, of_processes):
-        zero = make(hybrid, layers="blocks/*", policy=Policy(min_shard_numel=10))
+        zero = make(hybrid, layers="blocks/*", min_shard_numel=10)
         data = [build(zero, batch) for batch in training.batches(steps)]
         curve, _ = training.sharded(zero, start(zero), data)
         curves.append(curve)

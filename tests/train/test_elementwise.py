@@ -11,7 +11,7 @@ import pytest
 from conftest import MakeMesh
 
 import jaxzero
-from jaxzero import Policy, zero3
+from jaxzero import zero3
 
 LIKE = {
     "rows": jax.ShapeDtypeStruct((8, 6), jnp.float32),
@@ -21,7 +21,7 @@ LIKE = {
 LAYOUTS: dict[str, Any] = {
     "default": {},
     "flat": {"cuts": "flat"},
-    "small-whole": {"policy": Policy(min_shard_numel=10)},
+    "small-whole": {"min_shard_numel": 10},
     "stacked": {"stacked": "rows"},
 }
 

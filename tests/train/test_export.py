@@ -226,7 +226,7 @@ def test_shards_wider_than_parameters(make_mesh: MakeMesh) -> None:
 
 
 def test_small_leaves_that_stay_whole(make_mesh: MakeMesh, saved: Any) -> None:
-    zero = make(make_mesh(4), policy=Policy(min_shard_numel=20), cuts=None)
+    zero = make(make_mesh(4), min_shard_numel=20, cuts=None)
     state = zero.import_state(saved())
     assert_equal(zero.export_state(state), copies(saved()))
     assert state.params["out"].sharding.spec == P()

@@ -123,7 +123,7 @@ def make(row: Row, factor: float, make_mesh: MakeMesh) -> jaxzero.Zero3:
 
     scaled = row["scaled"]
     fields = ("compute_dtype", "comm_dtype", "shard_dtype", "reduction")
-    fields += ("bucket_bytes", "direct_bytes", "min_shard_numel")
+    fields += ("bucket_bytes", "direct_bytes")
     policy = Policy(
         op=scaled if isinstance(scaled, str) else "mean",
         divide_by=None if isinstance(scaled, str) else scaled,
@@ -136,6 +136,7 @@ def make(row: Row, factor: float, make_mesh: MakeMesh) -> jaxzero.Zero3:
         optax.sgd(RATE / factor, momentum=0.5),
         make_mesh(axes, ("replica", "data"), row["kind"]),
         policy=policy,
+        min_shard_numel=row["min_shard_numel"],
         cuts=TOP_CUTS[row["cuts"]]
         | {
             "blocks": block_cuts

@@ -11,7 +11,7 @@ import pytest
 from conftest import MakeMesh
 
 import jaxzero
-from jaxzero import LossScale, Policy, gathered, zero3
+from jaxzero import LossScale, gathered, zero3
 
 Tree = Any
 
@@ -188,7 +188,7 @@ def test_models_of_every_kind(
         {"loss_scale": LossScale(initial=4.0)},
         {"clip_norm": 100.0, "skip_nonfinite": True},
         {"accumulate": 2, "sync": "last"},
-        {"policy": Policy(min_shard_numel=10)},
+        {"min_shard_numel": 10},
     ],
     ids=["loss scale", "clipped", "last", "small"],
 )

@@ -11,8 +11,8 @@ import optax
 import pytest
 from conftest import MakeMesh
 
-from jaxzero import Policy, zero3
-from jaxzero._train.make_layout import make_layout
+from jaxzero import zero3
+from jaxzero._make_layout import make_layout
 from jaxzero._train.optimizer_layout import match_leaves
 
 RANKS = 4
@@ -51,7 +51,7 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
 
 def owners(optimizer: Any, params: Any) -> dict[str, str | None]:
     """Returns the path of each state leaf's parameter, found by shards' shapes."""
-    layout = make_layout(params, ("data",), RANKS, policy=Policy())
+    layout = make_layout(params, "data", mesh={"data": RANKS})
     shards = layout.unflatten([array(*leaf.shard_shape) for leaf in layout.leaves])
     state = jax.eval_shape(optimizer.init, shards)
     found = match_leaves(state, layout.leaves, lambda leaf: leaf.shard_shape)

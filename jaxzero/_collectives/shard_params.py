@@ -1,26 +1,26 @@
 """shard_params, unshard_params: true shapes to global arrays of shards, and back."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxzero._axis import AxisName, axis_names
 from jaxzero._cut import Cut, CutTree, cut_stored_leaf
-from jaxzero._policy import Policy
+from jaxzero._layout import Layout, LeafLayout
+from jaxzero._make_layout import build_layout, check_alone, check_sizes
+from jaxzero._padding import padded, trimmed
 from jaxzero._tree import Leaf, PyTree, broadcast_cuts, flatten, match
 
 
 def shard_params(
     params: PyTree,
     mesh: Mesh,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     *,
-    policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
 ) -> PyTree:
     """Spreads parameters over a mesh axis, outside `jit`.
@@ -28,9 +28,8 @@ def shard_params(
     Args:
       params: pytree of arrays in true shape, the same on every process.
       mesh: the mesh.
-      axis_name: mesh axis, or tuple of axes in rank order, to shard over. Along the
-        mesh's other axes the shards are copies.
-      policy: as for `shard_grads`; `min_shard_numel` is used.
+      axis_name: mesh axis, or tuple of axes in rank order, to shard over; or a
+        `Layout` of the parameters. Along the mesh's other axes the shards are copies.
       cuts: as for `shard_grads`.
 
     Returns:
@@ -53,7 +52,33 @@ def shard_params(
       >>> sharded["w"].sharding.shard_shape(sharded["w"].shape)
       (2, 3)
     """
-    names, _ = axis_names(axis_name, None, "shard_params")
+    if isinstance(axis_name, Layout):
+        check_alone("shard_params", cuts=cuts)
+        check_sizes(axis_name, mesh.shape, "shard_params")
+        layout = axis_name
+    else:
+        names, _ = axis_names(axis_name, None, "shard_params")
+        _check_in_mesh(names, mesh)
+        layout = build_layout(
+            params,
+            names,
+            (),
+            mesh.shape,
+            what="params",
+            cuts=cuts,
+        )
+    flat = flatten(params, "params")
+    _check_concrete(flat.leaves, "shard_params")
+    layout.check(flat, "params")
+    return flat.rebuild(
+        [
+            _place(leaf, own, mesh)
+            for leaf, own in zip(flat.leaves, layout.of(flat, "params"), strict=True)
+        ]
+    )
+
+
+def _check_in_mesh(names: tuple[str, ...], mesh: Mesh) -> None:
     for name in names:
         if name not in mesh.axis_names:
             raise ValueError(
@@ -61,35 +86,12 @@ def shard_params(
                 f"axes {', '.join(map(repr, mesh.axis_names))}. Name one of them, or "
                 f"make the mesh with that axis."
             )
-    group_size = math.prod(mesh.shape[name] for name in names)
-    flat = flatten(params, "params")
-    _check_concrete(flat.leaves, "shard_params")
-    options = broadcast_cuts(cuts, params, flat)
-    return flat.rebuild(
-        [
-            _place(
-                leaf,
-                cut_stored_leaf(
-                    option,
-                    leaf.path,
-                    leaf.shape,
-                    leaf.dtype,
-                    group_size,
-                    policy.min_shard_numel,
-                ),
-                mesh,
-                names,
-            )
-            for leaf, option in zip(flat.leaves, options, strict=True)
-        ]
-    )
 
 
 def unshard_params(
     shards: PyTree,
-    like: PyTree,
+    like: PyTree | Layout,
     *,
-    policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
 ) -> PyTree:
     """Returns parameters in true shape as NumPy arrays, outside `jit`.
@@ -100,8 +102,7 @@ def unshard_params(
     Args:
       shards: pytree of global arrays from `shard_params`, or from a train step that
         kept their layout.
-      like: pytree of the same structure with the true shapes.
-      policy: as given to `shard_params`; `min_shard_numel` is used.
+      like: the `Layout`, or a pytree of the same structure with the true shapes.
       cuts: as given to `shard_params`.
 
     Returns:
@@ -120,26 +121,38 @@ def unshard_params(
       >>> jaxzero.unshard_params(sharded, params)["w"]
       array([0., 1., 2.], dtype=float32)
     """
+    layout = like if isinstance(like, Layout) else None
+    if layout is not None:
+        check_alone("unshard_params", cuts=cuts)
+        like = layout.like
     flat_like = flatten(like, "like", shapes_suffice=True)
     flat = match(shards, flat_like, "shards", "like")
     _check_concrete(flat.leaves, "unshard_params")
-    options = broadcast_cuts(cuts, like, flat_like)
-    return flat.rebuild(
-        [
-            _true_leaf(shard, true, option, policy.min_shard_numel)
+    if layout is not None:
+        found = [own.cut for own in layout.of(flat, "shards")]
+    else:
+        found = [
+            cut_stored_leaf(
+                option,
+                true.path,
+                true.shape,
+                shard.dtype,
+                _ranks(shard),
+            )
             for shard, true, option in zip(
-                flat.leaves, flat_like.leaves, options, strict=True
+                flat.leaves,
+                flat_like.leaves,
+                broadcast_cuts(cuts, like, flat_like),
+                strict=True,
             )
         ]
-    )
-
-
-def partition_spec(cut: Cut, names: tuple[str, ...]) -> PartitionSpec:
-    """Returns the spec under which each rank sees its shard of a global array."""
-    if cut.layout == "whole":
-        return PartitionSpec()
-    return PartitionSpec(
-        *(None,) * (cut.dim or 0), names if len(names) > 1 else names[0]
+    return flat.rebuild(
+        [
+            _true_leaf(shard, true, cut)
+            for shard, true, cut in zip(
+                flat.leaves, flat_like.leaves, found, strict=True
+            )
+        ]
     )
 
 
@@ -152,47 +165,29 @@ def _check_concrete(leaves: Sequence[Leaf], call: str) -> None:
             )
 
 
-def _place(leaf: Leaf, cut: Cut, mesh: Mesh, names: tuple[str, ...]) -> jax.Array:
-    padded = _padded(np.asarray(leaf.value), cut)
-    sharding = NamedSharding(mesh, partition_spec(cut, names))
-    read: Callable[[Any], np.ndarray] = lambda index: padded[index]  # noqa: E731
-    return jax.make_array_from_callback(padded.shape, sharding, read)
-
-
-def _padded(value: np.ndarray, cut: Cut) -> np.ndarray:
+def _place(leaf: Leaf, own: LeafLayout, mesh: Mesh) -> jax.Array:
+    value = np.asarray(leaf.value)
     value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
-    if cut.layout == "whole":
-        return value
-    if cut.dim is None:
-        value = value.reshape(-1)
-    dim = cut.dim or 0
-    pad = [(0, 0)] * value.ndim
-    pad[dim] = (0, cut.chunk * cut.ranks - cut.length)
-    return np.pad(value, pad) if pad[dim][1] else value
+    shards = padded(own.cut, value, xp=np)
+    sharding = NamedSharding(mesh, own.spec)
+    read: Callable[[Any], np.ndarray] = lambda index: shards[index]  # noqa: E731
+    return jax.make_array_from_callback(shards.shape, sharding, read)
 
 
-def _true_leaf(
-    shard: Leaf, true: Leaf, option: Any, min_shard_numel: int
-) -> np.ndarray:
+def _true_leaf(shard: Leaf, true: Leaf, cut: Cut) -> np.ndarray:
     if 0 in true.shape and 0 in shard.shape:
         # XLA replicates an empty result, so its sharding does not tell the ranks.
         return np.zeros(true.shape, shard.value.dtype)
-    ranks = _ranks(shard)
-    cut = cut_stored_leaf(
-        option, true.path, true.shape, shard.dtype, ranks, min_shard_numel
-    )
     if shard.shape != cut.global_shape:
         raise ValueError(
             f"shards leaf {shard.path} has global shape {shard.shape}; expected "
-            f"{cut.global_shape}, a parameter of shape {true.shape} over N={ranks} "
+            f"{cut.global_shape}, a parameter of shape {true.shape} over N={cut.ranks} "
             f"ranks, as the array is sharded ({cut.layout} layout). Give the arrays "
-            f"of shard_params (not copies on the host), the true shapes as like, and "
-            f"the same cuts and Policy(min_shard_numel=...)."
+            f"of shard_params (not copies on the host), the true shapes as like "
+            f"and the same cuts; or the layout of both."
         )
-    value = _on_host(shard.value)
-    if value.ndim == len(true.shape):
-        return value[tuple(slice(0, size) for size in true.shape)]
-    return value.reshape(-1)[: math.prod(true.shape)].reshape(true.shape)
+    value: np.ndarray = trimmed(cut, _on_host(shard.value))
+    return value.reshape(true.shape)
 
 
 def _ranks(shard: Leaf) -> int:

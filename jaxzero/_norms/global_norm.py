@@ -1,6 +1,6 @@
 """Norm and finiteness of a whole tree from the shards of every rank."""
 
-from collections.abc import Sequence
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,9 @@ from jax import lax
 from jaxzero._axis import Axis, AxisName, bind_axis
 from jaxzero._cut import Cut, CutOption, CutTree, cut_leaf
 from jaxzero._dtypes import kind
-from jaxzero._l2 import norm_function, stack
-from jaxzero._policy import Policy
+from jaxzero._layout import Layout, LeafLayout
+from jaxzero._make_layout import bind_layout, check_alone
+from jaxzero._norms.scaled_sum import norm_function, stack
 from jaxzero._tree import (
     Leaf,
     PyTree,
@@ -23,10 +24,9 @@ from jaxzero._tree import (
 
 def global_norm(
     tree: PyTree,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     *,
     like: PyTree | None = None,
-    policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
 ) -> jax.Array:
     """Returns the L2 norm of a whole tree, of which every rank holds shards.
@@ -51,11 +51,10 @@ def global_norm(
     Args:
       tree: pytree of this rank's shards, of any real or complex floating dtype.
       axis_name: mesh axis, or tuple of axes in rank order, that shards are spread
-        over. The norm varies over further mesh axes if leaves do.
+        over; or the `Layout` of the tree, which says all of `like` and `cuts`. The
+        norm varies over further mesh axes if leaves do.
       like: pytree of the same structure with the true shapes, such as
-        `jax.eval_shape(init, key)`. Callables in `cuts` need it, and so does
-        `policy.min_shard_numel` under `check_vma=False`.
-      policy: as given to `shard_grads`; `min_shard_numel` is used.
+        `jax.eval_shape(init, key)`. Callables in `cuts` need it.
       cuts: as given to `shard_grads`.
 
     Returns:
@@ -78,7 +77,7 @@ def global_norm(
       >>> print(jax.jit(norm)(jaxzero.shard_params(tree, mesh, "data")))
       5.0
     """
-    norm = tree_norm(tree, axis_name, like, policy, cuts, "global_norm")
+    norm = tree_norm(tree, axis_name, like, cuts, "global_norm")
     return norm.astype(jnp.float32)
 
 
@@ -127,28 +126,41 @@ def all_finite(tree: PyTree, axis_name: AxisName) -> jax.Array:
 
 def tree_norm(
     tree: PyTree,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     like: PyTree | None,
-    policy: Policy,
     cuts: CutTree,
     call: str,
 ) -> jax.Array:
     """Returns the norm in float32, or float64 if there are 64-bit leaves."""
-    axis = bind_axis(axis_name, None, call)
-    if like is None:
+    if isinstance(axis_name, Layout):
+        check_alone(call, like=like)
+        like = axis_name.like
+    if not isinstance(axis_name, Layout) and like is None:
+        axis = bind_axis(axis_name, None, call)
         flat = flatten(tree, "tree")
         options = broadcast_cuts(cuts, tree, flat)
-        true_leaves: Sequence[Leaf | None] = [None] * len(flat.leaves)
+        counted = [
+            _counted_by_type(axis, leaf, option, call)
+            for leaf, option in zip(flat.leaves, options, strict=True)
+        ]
     else:
-        flat_like = flatten(like, "like", shapes_suffice=True)
-        flat = match(tree, flat_like, "tree", "like")
-        options = broadcast_cuts(cuts, like, flat_like)
-        true_leaves = flat_like.leaves
+        axis, layout = bind_layout(
+            axis_name,
+            like,
+            call,
+            what="like",
+            cuts=cuts,
+        )
+        # Copies along replicate axes have one norm, as others that vary further.
+        axis = dataclasses.replace(axis, replicate=(), replicas=1)
+        flat = match(tree, flatten(like, "like", shapes_suffice=True), "tree", "like")
+        counted = [
+            _counted(axis, leaf, own, call)
+            for leaf, own in zip(flat.leaves, layout.of(flat, "tree"), strict=True)
+        ]
     values, once = [], []
-    for leaf, true, option in zip(flat.leaves, true_leaves, options, strict=True):
-        _check_dtype(leaf, call)
-        value, names = _counted(axis, leaf, true, option, policy, call)
-        if value.size:  # XLA may crash on empty arguments (see `own_or_empty`)
+    for value, names in counted:
+        if value.size:  # see jaxzero._empty
             values.append(_components(value))
             once.append(names)
     if not values:
@@ -167,54 +179,47 @@ def _check_dtype(leaf: Leaf, call: str) -> None:
     check_width(leaf.dtype, f"leaf {leaf.path}")
 
 
+def _counted_by_type(
+    axis: Axis, leaf: Leaf, option: CutOption, call: str
+) -> tuple[jax.Array, tuple[str, ...]]:
+    """Returns a leaf of unknown true shape, and the axes along which it counts once."""
+    _check_dtype(leaf, call)
+    value = jnp.asarray(leaf.value)
+    _check_decided(leaf, option, call)
+    cut = cut_leaf(option, leaf.path, leaf.shape, axis.group_size)
+    return value, axis.names if cut.whole else axis.unvarying_axes(value)
+
+
 def _counted(
-    axis: Axis,
-    leaf: Leaf,
-    true: Leaf | None,
-    option: CutOption,
-    policy: Policy,
-    call: str,
+    axis: Axis, leaf: Leaf, own: LeafLayout, call: str
 ) -> tuple[jax.Array, tuple[str, ...]]:
     """Returns a leaf without padding, and the axes along which it counts once."""
+    _check_dtype(leaf, call)
     value = jnp.asarray(leaf.value)
-    equal = axis.unvarying_axes(value)
-    if true is None:
-        _check_decided(axis, leaf, option, policy, call)
-        cut = cut_leaf(option, leaf.path, leaf.shape, axis.group_size)
-        return value, axis.names if cut.layout == "whole" else equal
-    cut = cut_leaf(
-        option, true.path, true.shape, axis.group_size, policy.min_shard_numel
-    )
-    if equal == axis.names and leaf.shape == true.shape:
+    cut = own.cut
+    equal = all(name in axis.unvarying_axes(value) for name in axis.names)
+    if equal and leaf.shape == own.shape:
         return value, axis.names
     if leaf.shape != cut.shard_shape:
         raise ValueError(
             f"{call}: leaf {leaf.path} has shape {leaf.shape}; expected "
-            f"{cut.shard_shape}, the shard of a leaf of shape {true.shape} over "
+            f"{cut.shard_shape}, the shard of a leaf of shape {own.shape} over "
             f"{cut.ranks} ranks ({cut.layout} layout). Give the true shapes as like "
-            f"(jax.eval_shape of the init function), and the policy and cuts that the "
-            f"shards were made with."
+            f"(jax.eval_shape of the init function), and the cuts that the shards were "
+            f"made with; or the layout of both."
         )
-    if cut.layout == "whole":
+    if cut.whole:
         return value, axis.names
     return _without_padding(axis, cut, value), ()
 
 
-def _check_decided(
-    axis: Axis, leaf: Leaf, option: CutOption, policy: Policy, call: str
-) -> None:
+def _check_decided(leaf: Leaf, option: CutOption, call: str) -> None:
     """Refuses a leaf whose cut depends on a true shape that is not known."""
-    fix = "Give the true shapes: like=jax.eval_shape of the init function."
     if callable(option):
         raise ValueError(
             f"{call}: the cut of leaf {leaf.path} is a callable, which needs the true "
-            f"shape; found like=None and the shape {leaf.shape} of a shard. {fix}"
-        )
-    if option is None and policy.min_shard_numel and not axis.typed:
-        raise ValueError(
-            f"{call}: whether leaf {leaf.path} is kept whole depends on its true shape "
-            f"(Policy min_shard_numel={policy.min_shard_numel}); found like=None, "
-            f"check_vma=False and the shape {leaf.shape}. {fix}"
+            f"shape; found like=None and the shape {leaf.shape} of a shard. Give the "
+            f"true shapes: like=jax.eval_shape of the init function."
         )
 
 
@@ -224,13 +229,13 @@ def _without_padding(axis: Axis, cut: Cut, shard: jax.Array) -> jax.Array:
         return shard
     # All padding is in the last positions, fewer than there are ranks. Only those are
     # counted, because a shard may be longer than 32 bits count.
-    most = min(cut.chunk * cut.ranks - cut.length, cut.chunk)
+    most = min(cut.surplus, cut.chunk)
     padding = [
         min(max((rank + 1) * cut.chunk - cut.length, 0), cut.chunk)
         for rank in range(cut.ranks)
     ]
     mine = jnp.asarray(padding, jnp.int32)[axis.rank()]
-    dim = cut.dim or 0
+    dim = cut.shard_dim
     tail = tuple(most if d == dim else n for d, n in enumerate(shard.shape))
     kept = lax.broadcasted_iota(jnp.int32, tail, dim) < most - mine
     before = [(cut.chunk - most if d == dim else 0, 0, 0) for d in range(shard.ndim)]

@@ -1,8 +1,7 @@
 """What is alive while a plan is carried out, moment by moment, in bytes.
 
-Follows the transports: "nccl" is one call, so all its operands, results and its
-temporary memory are alive together; "xla" goes bucket by bucket, and a direct leaf
-goes as soon as it exists.
+In one call, all its operands, results and its temporary memory are alive together.
+Bucket by bucket, a direct leaf goes as soon as it exists.
 """
 
 import math
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxzero._dtypes import component_bytes, components
-from jaxzero._plan import Bucket, LeafSpec, Plan
+from jaxzero._plan import Bucket, GatherPlan, LeafSpec, Move, ReducePlan
 
 
 class Alive(NamedTuple):
@@ -32,26 +31,21 @@ def array_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * components(dtype) * component_bytes(dtype)
 
 
-def gathering(plan: Plan, *, fused: bool) -> Iterator[Alive]:
-    """Yields what is alive while shards become parameters; the last is what stays.
+def gathering_at_once(plan: GatherPlan) -> Iterator[Alive]:
+    """Yields what is alive while one call gathers all; the last is what stays."""
+    full = sum(_gathered_bytes(plan, i) for i in range(len(plan.leaves)))
+    yield Alive(full=full, temp=max((b.send_bytes for b in plan.buckets), default=0))
+    yield Alive(full=full)
 
-    Args:
-      plan: plan of an all-gather.
-      fused: whether transport "nccl" carries it out.
-    """
+
+def gathering_in_turns(plan: GatherPlan) -> Iterator[Alive]:
+    """Yields what is alive while bucket follows bucket; the last is what stays."""
     made = {
-        bucket.slots[0].leaf: _gathered_bytes(plan, bucket)
+        bucket.slots[0].leaf: _gathered_bytes(plan, bucket.slots[0].leaf)
         for bucket in plan.buckets
         if bucket.kind != "packed"
     }
-    packed = [bucket for bucket in plan.buckets if bucket.kind == "packed"]
-    if fused:
-        for slot in (slot for bucket in packed for slot in bucket.slots):
-            made[slot.leaf] = _full_bytes(plan.leaves[slot.leaf])
-        temp = max((bucket.send_bytes for bucket in packed), default=0)
-        yield Alive(full=sum(made.values()), temp=temp)
-        packed = []
-    for bucket in packed:
+    for bucket in (b for b in plan.buckets if b.kind == "packed"):
         yield Alive(full=sum(made.values()), temp=bucket.row_bytes + bucket.send_bytes)
         for slot in bucket.slots:
             made[slot.leaf] = _full_bytes(plan.leaves[slot.leaf])
@@ -59,32 +53,28 @@ def gathering(plan: Plan, *, fused: bool) -> Iterator[Alive]:
     yield Alive(full=sum(made.values()))
 
 
-def reducing(
-    plan: Plan, *, fused: bool, accumulates: bool, kept: bool = False
-) -> Iterator[Alive]:
-    """Yields what is alive while gradients become shards; the last is what stays.
-
-    Args:
-      plan: plan of a reduction.
-      fused: whether transport "nccl" carries it out.
-      accumulates: whether shards are added in place to accumulators, which are not
-        counted.
-      kept: whether all gradients exist before the first is reduced, whatever the
-        transport.
-    """
+def reducing_at_once(plan: ReducePlan, *, accumulates: bool) -> Iterator[Alive]:
+    """Yields what is alive while one call reduces all; the last is what stays."""
     shards = 0 if accumulates else sum(map(_shard_bytes, plan.leaves))
-    if fused:
-        yield Alive(
-            full=sum(map(_full_bytes, plan.leaves)),
-            shards=shards,
-            temp=max(map(_fused_temp_bytes, plan.buckets), default=0),
-        )
-    else:
-        yield from _reducing_in_turns(plan, accumulates, kept)
+    yield Alive(
+        full=sum(map(_full_bytes, plan.leaves)),
+        shards=shards,
+        temp=max(map(_temp_bytes_at_once, plan.buckets), default=0),
+    )
     yield Alive(shards=shards)
 
 
-def _reducing_in_turns(plan: Plan, accumulates: bool, kept: bool) -> Iterator[Alive]:
+def reducing_in_turns(
+    plan: ReducePlan, *, accumulates: bool, kept: bool
+) -> Iterator[Alive]:
+    """Yields what is alive while bucket follows bucket; the last is what stays.
+
+    Args:
+      plan: the plan.
+      accumulates: whether shards are added in place to accumulators, which are not
+        counted.
+      kept: whether all gradients exist before the first is reduced.
+    """
     left = {
         slot.leaf: _full_bytes(plan.leaves[slot.leaf])
         for bucket in plan.buckets
@@ -120,19 +110,20 @@ def _reducing_in_turns(plan: Plan, accumulates: bool, kept: bool) -> Iterator[Al
         yield Alive(full=full, shards=shards, temp=rows + bucket.recv_bytes)
         if bucket.kind == "local":
             del left[bucket.slots[0].leaf]
+    yield Alive(shards=0 if accumulates else sum(map(_shard_bytes, plan.leaves)))
 
 
-def _fused_temp_bytes(bucket: Bucket) -> int:
+def _temp_bytes_at_once(bucket: Bucket) -> int:
     if bucket.kind == "packed" and bucket.recv_rows == 1:
         # It receives over what it sent.
         return bucket.send_bytes
     return bucket.send_bytes + bucket.recv_bytes
 
 
-def _gathered_bytes(plan: Plan, bucket: Bucket) -> int:
-    leaf = plan.leaves[bucket.slots[0].leaf]
+def _gathered_bytes(plan: GatherPlan, index: int) -> int:
+    leaf, route = plan.leaves[index], plan.routes[index]
     # Where a rank holds all of a leaf, its shard is the parameter.
-    if bucket.kind == "local" and leaf.dtype == leaf.shard_dtype:
+    if route.move == Move.OWN and leaf.dtype == leaf.shard_dtype:
         return 0
     return _full_bytes(leaf)
 

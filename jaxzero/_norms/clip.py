@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxzero._axis import Axis, AxisName, bind_axis, varying
+from jaxzero._axis import Axis, AxisName, bind_axis
 from jaxzero._cut import CutTree
-from jaxzero._l2 import divided
-from jaxzero._norm import tree_norm
+from jaxzero._empty import empty_as_constants
+from jaxzero._layout import Layout
+from jaxzero._norms.global_norm import tree_norm
+from jaxzero._norms.scaled_sum import divided
 from jaxzero._numbers import finite_number
-from jaxzero._policy import Policy
 from jaxzero._tree import Leaf, PyTree, flatten
 
 
@@ -30,10 +31,9 @@ class GradientTransformation(NamedTuple):
 
 def clip_by_global_norm(
     max_norm: float,
-    axis_name: AxisName,
+    axis_name: AxisName | Layout,
     *,
     like: PyTree | None = None,
-    policy: Policy = Policy(),  # noqa: B008  (frozen)
     cuts: CutTree = None,
 ) -> GradientTransformation:
     """Scales shards so that the norm of the whole tree is at most `max_norm`.
@@ -47,7 +47,6 @@ def clip_by_global_norm(
       max_norm: the limit, a finite number above 0 known at trace time.
       axis_name: as for `global_norm`.
       like: as for `global_norm`; needed where it is.
-      policy: as for `global_norm`.
       cuts: as for `global_norm`.
 
     Returns:
@@ -86,8 +85,9 @@ def clip_by_global_norm(
     ) -> tuple[PyTree, PyTree]:
         del params
         call = "clip_by_global_norm"
-        norm = tree_norm(updates, axis_name, like, policy, cuts, call)
-        axis = bind_axis(axis_name, None, call)
+        norm = tree_norm(updates, axis_name, like, cuts, call)
+        names = axis_name.names if isinstance(axis_name, Layout) else axis_name
+        axis = bind_axis(names, None, call)
         flat = flatten(updates, "tree")
         clipped = [_clipped_leaf(axis, leaf, norm, limit) for leaf in flat.leaves]
         return flat.rebuild(clipped), state
@@ -133,8 +133,5 @@ def clipped(value: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
 
 
 def _clipped_leaf(axis: Axis, leaf: Leaf, norm: jax.Array, limit: float) -> jax.Array:
-    value = jnp.asarray(leaf.value)
-    if value.size == 0:
-        # A constant, because XLA may crash on empty arguments (see `own_or_empty`).
-        return axis.lift(jnp.zeros(value.shape, value.dtype), varying(value))
+    value = empty_as_constants(axis, jnp.asarray(leaf.value))
     return clipped(value, norm, limit)

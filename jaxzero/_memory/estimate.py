@@ -6,15 +6,17 @@ from typing import Any
 import jax
 
 from jaxzero._cut import CutTree
-from jaxzero._memory.live import array_bytes
+from jaxzero._layout import Layout
+from jaxzero._make_layout import Globs, build_layout, check_alone, checked_numel
 from jaxzero._memory.moments import Moment, moments
 from jaxzero._memory.step import Step, shard_bytes
 from jaxzero._numbers import whole_number
-from jaxzero._plan_table import format_bytes
 from jaxzero._policy import Policy
-from jaxzero._train.layout import Layout
-from jaxzero._train.make_layout import Globs, make_layout
+from jaxzero._text import format_bytes
 from jaxzero._train.options import Optimizer, Sync, check_choices
+from jaxzero._train.params_layout import params_layout
+from jaxzero._transports import transport_for_gpus
+from jaxzero._transports.alive import array_bytes
 from jaxzero._tree import PyTree
 
 PARTS = {
@@ -100,12 +102,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    params: PyTree,
-    axis_size: int,
+    params: PyTree | Layout,
+    axis_size: int | None = None,
     policy: Policy = Policy(),  # noqa: B008  (frozen)
     *,
     optimizer: Optimizer | None = None,
     cuts: CutTree = None,
+    min_shard_numel: int = 0,
     layers: Globs = (),
     stacked: Globs = (),
     replicas: int = 1,
@@ -131,13 +134,15 @@ def estimate_memory(
     time, ask with `Policy(overlap=False)`.
 
     Args:
-      params: parameters, or their shapes and dtypes (`jax.eval_shape(init, key)`).
+      params: parameters, or their shapes and dtypes (`jax.eval_shape(init, key)`). Or
+        their `Layout`, which says all of ranks, replicas, cuts and layers.
       axis_size: ranks that the state is sharded over.
       policy: as for `zero3`. With `transport="auto"` the estimate is for `"nccl"`,
         the transport of NVIDIA GPUs; for CPU devices ask for `"xla"`.
       optimizer: as for `zero3`. None stands for one with two moments in the dtype of
         the shards, such as Adam.
       cuts: as for `zero3`.
+      min_shard_numel: as for `zero3`.
       layers: as for `zero3`.
       stacked: as for `zero3`.
       replicas: copies of each shard (hybrid sharding), on axis_size x replicas
@@ -161,8 +166,16 @@ def estimate_memory(
       >>> estimate.sharded.params, estimate.unsharded.params
       (524288, 4194304)
     """
-    _check_count("axis_size", axis_size)
-    _check_count("replicas", replicas)
+    if isinstance(params, Layout):
+        check_alone("estimate_memory", axis_size=axis_size, cuts=cuts)
+        check_alone("estimate_memory", layers=layers or None, stacked=stacked or None)
+        check_alone("estimate_memory", min_shard_numel=min_shard_numel or None)
+        given, params = params, params.like
+        ranks, replicas = given.group_size, given.replicas
+    else:
+        ranks = _count("axis_size", axis_size)
+        replicas = _count("replicas", replicas)
+        given = None
     check_choices(
         "estimate_memory",
         accumulate,
@@ -171,20 +184,26 @@ def estimate_memory(
         stacked,
         "" if replicas > 1 else "replicas above 1",
     )
-    if policy.transport == "auto":
-        policy = dataclasses.replace(policy, transport="nccl")
-    layout = make_layout(
+    layout = params_layout(
+        given
+        or build_layout(
+            params,
+            ("data",),
+            (),
+            {"data": ranks},
+            what="params",
+            cuts=cuts,
+            min_shard_numel=checked_numel("estimate_memory", min_shard_numel),
+            layers=layers,
+            stacked=stacked,
+        ),
         params,
-        ("data",),
-        axis_size,
-        policy=policy,
-        cuts=cuts,
-        layers=layers,
-        stacked=stacked,
+        policy,
     )
     step = Step(
         layout=layout,
         policy=policy,
+        transport=transport_for_gpus(policy),
         replicas=replicas,
         accumulate=accumulate,
         sync=sync,
@@ -192,7 +211,7 @@ def estimate_memory(
     found = list(moments(step))
     fullest = max(found, key=lambda moment: moment.total)
     return MemoryEstimate(
-        axis_size=axis_size,
+        axis_size=ranks,
         replicas=replicas,
         sharded=_device_bytes(
             shard_bytes(layout.leaves),
@@ -251,9 +270,11 @@ def _tree_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _check_count(name: str, value: Any) -> None:
-    if whole_number(f"estimate_memory: {name}", value) < 1:
+def _count(name: str, value: Any) -> int:
+    count = whole_number(f"estimate_memory: {name}", value)
+    if count < 1:
         raise ValueError(f"estimate_memory: {name}={value}; expected at least 1.")
+    return count
 
 
 def _row(name: str, sharded: int, unsharded: int) -> str:

@@ -1,4 +1,4 @@
-"""Layout: how a tree of parameters lies over a mesh axis, leaf by leaf.
+"""Layout: how a tree is spread over mesh axes, leaf by leaf.
 
 Static and hashable, so that it can travel inside a train state as tree structure.
 """
@@ -14,25 +14,27 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxzero._cut import Cut, CutOption, Shape
-from jaxzero._shard_params import partition_spec
-from jaxzero._tree import PyTree, path_name
+from jaxzero._padding import padded, trimmed
+from jaxzero._tree import Flat, PyTree, check_structure, path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafLayout:
-    """One parameter.
+    """How one leaf is spread.
 
     Attributes:
-      keys: key path in the tree of parameters.
+      keys: key path in the tree.
+      names: mesh axes that its shards are spread over; none for a whole leaf.
       shape: true shape.
       dtype: true dtype.
       stored: dtype of its shards.
-      option: the cut option that gives this cut, whatever the path and policy.
+      option: the cut option that gives this cut, whatever path and size.
       cut: its cut; for a stacked leaf, that of each layer.
       layers: number of layers stacked along dimension 0; None if it is not stacked.
     """
 
     keys: tuple[Any, ...]
+    names: tuple[str, ...]
     shape: Shape
     dtype: str
     stored: str
@@ -60,10 +62,14 @@ class LeafLayout:
         """Shape of what one rank holds."""
         return self._stack(self.cut.shard_shape)
 
-    def spec(self, names: tuple[str, ...]) -> PartitionSpec:
-        """Returns the spec of the global array."""
-        spec = partition_spec(self.cut, names)
-        return spec if self.layers is None else PartitionSpec(None, *spec)
+    @property
+    def spec(self) -> PartitionSpec:
+        """Spec under which each rank sees its shard of the global array."""
+        if self.cut.whole:
+            return PartitionSpec()
+        before = len(self._stack(())) + self.cut.shard_dim
+        own = self.names if len(self.names) > 1 else self.names[0]
+        return PartitionSpec(*(None,) * before, own)
 
     def to_global(self, leaf: Any, xp: Any = jnp, dtype: Any = None) -> Any:
         """Returns the leaf padded and reshaped to the global shape.
@@ -74,28 +80,12 @@ class LeafLayout:
           dtype: dtype of the result; if None, that of the shards.
         """
         leaf = leaf.astype(self.stored if dtype is None else dtype)
-        if self.cut.layout == "whole":
-            return leaf
-        stack = self._stack(())
-        if self.cut.dim is None:
-            leaf = leaf.reshape(*stack, self.cut.length)
-        surplus = self.cut.chunk * self.cut.ranks - self.cut.length
-        if not surplus:
-            return leaf
-        pad = [(0, 0)] * leaf.ndim
-        pad[len(stack) + (self.cut.dim or 0)] = (0, surplus)
-        return xp.pad(leaf, pad)
+        return padded(self.cut, leaf, stack=len(self._stack(())), xp=xp)
 
     def to_true(self, array: Any) -> Any:
         """Returns the global array in true shape, without padding."""
-        if self.cut.layout == "whole":
-            return array
-        dim = len(self._stack(())) + (self.cut.dim or 0)
-        index = tuple(
-            slice(0, self.cut.length) if d == dim else slice(None)
-            for d in range(array.ndim)
-        )
-        return array[index].reshape(self.shape)
+        stack = len(self._stack(()))
+        return trimmed(self.cut, array, stack=stack).reshape(self.shape)
 
     def _stack(self, shape: Shape) -> Shape:
         return shape if self.layers is None else (self.layers, *shape)
@@ -120,19 +110,26 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A tree of parameters over the ranks of an axis.
+    """How a tree is spread over the ranks of mesh axes.
+
+    Made once by `make_layout`, from true shapes, and given to every function that
+    takes leaves apart or puts them together. Static and hashable.
 
     Attributes:
       names: mesh axes that shards are spread over.
-      group_size: ranks along them.
-      treedef: structure of the parameters.
-      leaves: the parameters, in tree order.
-      top: structure of the parameters with groups for leaves.
-      entries: leaves of `top`: the number of a parameter, or a group of them.
+      replicate: mesh axes along which shards are copies.
+      group_size: ranks along `names`.
+      replicas: ranks along `replicate`.
+      treedef: structure of the tree.
+      leaves: its arrays, in tree order.
+      top: structure of the tree with groups for leaves.
+      entries: leaves of `top`: the number of a leaf, or a group of them.
     """
 
     names: tuple[str, ...]
+    replicate: tuple[str, ...]
     group_size: int
+    replicas: int
     treedef: Any
     leaves: tuple[LeafLayout, ...]
     top: Any
@@ -146,15 +143,66 @@ class Layout:
     def _hash(self) -> int:
         return hash((self.names, self.group_size, self.treedef, self.leaves))
 
+    def of(self, flat: Flat, what: str) -> tuple[LeafLayout, ...]:
+        """Returns how each leaf of a tree of leaves or shards is spread.
+
+        Args:
+          flat: the tree; gradients of integers, `float0`, may be missing in it.
+          what: its name in messages.
+
+        Raises:
+          ValueError: for another structure.
+          NotImplementedError: for layers that are stacked.
+        """
+        by_path = {leaf.path: leaf for leaf in self.leaves}
+        check_structure(flat, self.treedef, list(by_path), what, "the layout")
+        found = tuple(by_path[leaf.path] for leaf in flat.leaves)
+        for leaf in found:
+            if leaf.layers is not None:
+                raise NotImplementedError(
+                    f"{what} leaf {leaf.path} stacks {leaf.layers} layers; expected a "
+                    f"layout without stacked=, which only zero3 and estimate_memory "
+                    f"take. Give a layout of one layer."
+                )
+        return found
+
+    def check(self, flat: Flat, what: str) -> None:
+        """Refuses a tree whose leaves do not have the true shapes of the layout.
+
+        Args:
+          flat: the tree.
+          what: its name in messages.
+
+        Raises:
+          ValueError: naming the first leaf that differs.
+        """
+        by_path = {leaf.path: leaf for leaf in self.leaves}
+        check_structure(flat, self.treedef, list(by_path), what, "the layout")
+        for leaf in flat.leaves:
+            expected = by_path[leaf.path].shape
+            if leaf.shape != expected:
+                raise ValueError(
+                    f"{what} leaf {leaf.path} has shape {leaf.shape}; expected "
+                    f"{expected}, as in the layout. Make the layout from the true "
+                    f"shapes (jax.eval_shape of the init function)."
+                )
+
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups, in tree order."""
         return tuple(entry for entry in self.entries if isinstance(entry, Group))
 
     @property
+    def like(self) -> PyTree:
+        """True shapes and dtypes of the tree."""
+        return self.unflatten(
+            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        )
+
+    @property
     def specs(self) -> PyTree:
         """Specs of the global arrays, in the user's structure."""
-        return self.unflatten([leaf.spec(self.names) for leaf in self.leaves])
+        return self.unflatten([leaf.spec for leaf in self.leaves])
 
     def abstract(self, mesh: Mesh) -> PyTree:
         """Returns shapes, dtypes and shardings of the global arrays."""
@@ -163,7 +211,7 @@ class Layout:
                 jax.ShapeDtypeStruct(
                     leaf.global_shape,
                     leaf.stored,
-                    sharding=NamedSharding(mesh, leaf.spec(self.names)),
+                    sharding=NamedSharding(mesh, leaf.spec),
                 )
                 for leaf in self.leaves
             ]

@@ -1,0 +1,1 @@
+"""Between leaves and shards: the calls that move them, and their derivatives."""

@@ -1,0 +1,1 @@
+"""Norms of shards, clipping by them, and the scale of a loss."""
