@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "_axis": {"jax", "numpy"},
     "_empty": {"jax"},
     "_padding": {"jax"},
-    "_layout": {"jax", "numpy"},
+    "_layout": {"jax"},
     "_make_layout": {"jax"},
     "_ffi": {"jax", "numpy"},
     "_norms.stats": {"jax"},
