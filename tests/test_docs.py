@@ -22,20 +22,11 @@ PYTHON_BLOCKS = [
     )
     if not block.startswith("# train.py")  # tests/test_docs_commands.py runs it
 ]
-MODULES = [
-    "_policy",
-    "_shard_grads",
-    "_gather_params",
-    "_shard_params",
-    "_tree",
-    "_norm",
-    "_norm_clip",
-    "_loss_scale",
-    "_estimate",
-    "_gathered",
-    "_apply_layers",
-    "_train.zero3",
-]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "jaxzero").rglob("*.py")
+    if ">>> " in path.read_text()
+)
 
 
 def run(*arguments: str) -> str:
@@ -66,7 +57,7 @@ def test_readme_has_an_example() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_run(module: str) -> None:
     program = (
-        f"import doctest, jaxzero.{module} as m; r = doctest.testmod(m);"
+        f"import doctest, importlib; m = importlib.import_module({module!r}); r = doctest.testmod(m);"
         "assert r.attempted and not r.failed, r"
     )
     run("-c", program)
