@@ -17,7 +17,10 @@ from jaxzero._policy import Policy
 from jaxzero._tree import PyTree
 
 GATHERED = "jaxzero_gathered"
-"""Name of gathered parameters in `jax.checkpoint_policies` that go by names."""
+"""Name of gathered parameters in `jax.checkpoint_policies` that go by names.
+
+Also the scope of what may compute with shards.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,14 +137,15 @@ def gather(node: Shards) -> PyTree:
         structure, [jax.ShapeDtypeStruct(*leaf) for leaf in recipe.like]
     )
     cuts: CutTree = jax.tree.unflatten(structure, recipe.cuts)
-    full = gather_params(
-        node.tree,
-        like,
-        recipe.axis_name,
-        policy=recipe.policy,
-        cuts=cuts,
-        replicate_axis=recipe.replicate_axis,
-    )
+    with jax.named_scope(GATHERED):
+        full = gather_params(
+            node.tree,
+            like,
+            recipe.axis_name,
+            policy=recipe.policy,
+            cuts=cuts,
+            replicate_axis=recipe.replicate_axis,
+        )
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, GATHERED), full)
 
 

@@ -49,6 +49,7 @@ LAYERS: dict[str, set[str]] = {
     "_train.extra_args": {"jax"},
     "_train.state": {"jax"},
     "_train.empty": {"jax"},
+    "_train.shard_uses": {"jax"},
     "_train.grads": {"jax"},
     "_train.step": {"jax"},
     "_train.optimizer_layout": {"jax"},
