@@ -37,8 +37,8 @@ def apply_layers(fn: Layer, layers: PyTree, carry: PyTree) -> PyTree:
     Args:
       fn: (params of one layer, carry) -> carry, of the same shapes and dtypes. It may
         close over what all layers share, such as a mask or a random key.
-      layers: a list or tuple with the parameters of each layer, alike in structure
-        and shapes, or a pytree of them stacked along dimension 0.
+      layers: a sequence with the parameters of each layer, alike in structure and
+        shapes, or a pytree of them stacked along dimension 0.
       carry: pytree of arrays that goes through the layers.
 
     Returns:
@@ -54,7 +54,7 @@ def apply_layers(fn: Layer, layers: PyTree, carry: PyTree) -> PyTree:
       >>> print(out)
       [[6. 6.]]
     """
-    is_list = isinstance(layers, list | tuple)
+    is_list = isinstance(layers, Sequence)
     nodes: list[Any] = list(layers) if is_list else [layers]
     if not nodes:
         raise ValueError("apply_layers: there are no layers; expected at least one.")
