@@ -37,8 +37,8 @@ def apply_layers(fn: Layer, layers: PyTree, carry: PyTree) -> PyTree:
     Args:
       fn: (params of one layer, carry) -> carry, of the same shapes and dtypes. It may
         close over what all layers share, such as a mask or a random key.
-      layers: a list or tuple with the parameters of each layer, alike in structure
-        and shapes, or a pytree of them stacked along dimension 0.
+      layers: a sequence with the parameters of each layer, alike in structure and
+        shapes, or a pytree of them stacked along dimension 0.
       carry: pytree of arrays that goes through the layers.
 
     Returns:
@@ -54,7 +54,7 @@ def apply_layers(fn: Layer, layers: PyTree, carry: PyTree) -> PyTree:
       >>> print(out)
       [[6. 6.]]
     """
-    is_list = isinstance(layers, list | tuple)
+    is_list = isinstance(layers, Sequence)
     nodes: list[Any] = list(layers) if is_list else [layers]
     if not nodes:
         raise ValueError("apply_layers: there are no layers; expected at least one.")
@@ -68,25 +68,59 @@ def apply_layers(fn: Layer, layers: PyTree, carry: PyTree) -> PyTree:
         _check_stacked(nodes[0], axis.group_size)
     shards = [node.tree for node in nodes] if is_list else nodes[0].tree
     first = shards[0] if is_list else take(shards, 0)
-    # What fn closes over may need a gradient too.
-    closed, consts = jax.closure_convert(fn, gather(Shards(first, recipe)), carry)
-    turns = Turns(closed, recipe, axis.group_size * axis.replicas)
+    closed, consts = _closed(fn, gather(Shards(first, recipe)), carry)
+    # What fn closes over may need a gradient too, or has none, such as a mask or a key.
+    smooth = [_has_gradient(const) for const in consts]
+
+    def turns(fixed: list[Any]) -> Turns:
+        def layer(full: PyTree, carry: PyTree, *shared: Any) -> PyTree:
+            parts = {True: iter(shared), False: iter(fixed)}
+            return closed([next(parts[part]) for part in smooth], full, carry)
+
+        return Turns(layer, recipe, axis.group_size * axis.replicas)
+
     forward: Any = forward_list if is_list else forward_stacked
     backward: Any = backward_list if is_list else backward_stacked
 
     @jax.custom_vjp
-    def run(shards: PyTree, carry: PyTree, consts: list[Any]) -> PyTree:
-        return forward(turns, shards, carry, consts)[0]
+    def run(shards: PyTree, carry: PyTree, shared: list[Any], fixed: list[Any]) -> Any:
+        return forward(turns(fixed), shards, carry, shared)[0]
 
-    def run_forward(shards: PyTree, carry: PyTree, consts: list[Any]) -> Any:
-        result, saved = forward(turns, shards, carry, consts)
-        return result, (shards, saved, consts)
+    def run_forward(
+        shards: PyTree, carry: PyTree, shared: list[Any], fixed: list[Any]
+    ) -> Any:
+        result, saved = forward(turns(fixed), shards, carry, shared)
+        return result, (shards, saved, shared, fixed)
 
     def run_backward(kept: Any, cotangent: PyTree) -> Any:
-        return backward(turns, *kept, cotangent)
+        *rest, fixed = kept
+        return *backward(turns(fixed), *rest, cotangent), None
 
     run.defvjp(run_forward, run_backward)
-    return run(shards, carry, consts)
+    shared = [const for const, part in zip(consts, smooth, strict=True) if part]
+    fixed = [const for const, part in zip(consts, smooth, strict=True) if not part]
+    return run(shards, carry, shared, fixed)
+
+
+def _closed(fn: Layer, params: PyTree, carry: PyTree) -> tuple[Any, list[Any]]:
+    """Returns fn as a function of all that it closes over, and its values.
+
+    `jax.closure_convert` leaves out what has no gradient.
+    """
+    traced, result = jax.make_jaxpr(fn, return_shape=True)(params, carry)
+    structure = jax.tree.structure(result)
+
+    def closed(consts: list[Any], params: PyTree, carry: PyTree) -> PyTree:
+        leaves = jax.tree.leaves((params, carry))
+        return jax.tree.unflatten(
+            structure, jax.core.eval_jaxpr(traced.jaxpr, consts, *leaves)
+        )
+
+    return closed, list(traced.consts)
+
+
+def _has_gradient(const: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(const), jnp.inexact))
 
 
 def _plain(fn: Layer, layers: PyTree, carry: PyTree, is_list: bool) -> PyTree:

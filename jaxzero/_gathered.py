@@ -17,7 +17,10 @@ from jaxzero._policy import Policy
 from jaxzero._tree import PyTree
 
 GATHERED = "jaxzero_gathered"
-"""Name of gathered parameters in `jax.checkpoint_policies` that go by names."""
+"""Name of gathered parameters in `jax.checkpoint_policies` that go by names.
+
+Also the scope of what may compute with shards.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,8 @@ class Shards:
     def tree_unflatten(cls, recipe: Recipe, children: tuple[PyTree]) -> "Shards":
         return cls(children[0], recipe)
 
+    __hash__ = object.__hash__
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_NOT_GATHERED.format(what=f"attribute {name!r}"))
 
@@ -68,6 +73,22 @@ class Shards:
         # What jax.numpy asks of what is no array, where a layer is one array.
         raise TypeError(_NOT_GATHERED.format(what="an array"))
 
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(node: Shards, *_: Any, **__: Any) -> Any:
+        raise TypeError(_NOT_GATHERED.format(what=name))
+
+    return refuse
+
+
+# Python looks for these in the class alone, so that __getattr__ does not serve. Some
+# have a default that would be silently wrong: a comparison, and whether it is true.
+for _name in (
+    "abs add bool call complex contains divmod enter eq float floordiv ge gt index int "
+    "invert iter le len lt matmul mod mul ne neg pos pow radd rdivmod rfloordiv "
+    "rmatmul rmod rmul rpow rsub rtruediv setitem sub truediv"
+).split():
+    setattr(Shards, f"__{_name}__", _refuse(f"__{_name}__"))
 
 _NOT_GATHERED = (
     "{what} was asked of a layer's parameters that are still sharded; expected the "
@@ -134,14 +155,15 @@ def gather(node: Shards) -> PyTree:
         structure, [jax.ShapeDtypeStruct(*leaf) for leaf in recipe.like]
     )
     cuts: CutTree = jax.tree.unflatten(structure, recipe.cuts)
-    full = gather_params(
-        node.tree,
-        like,
-        recipe.axis_name,
-        policy=recipe.policy,
-        cuts=cuts,
-        replicate_axis=recipe.replicate_axis,
-    )
+    with jax.named_scope(GATHERED):
+        full = gather_params(
+            node.tree,
+            like,
+            recipe.axis_name,
+            policy=recipe.policy,
+            cuts=cuts,
+            replicate_axis=recipe.replicate_axis,
+        )
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, GATHERED), full)
 
 

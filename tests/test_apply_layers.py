@@ -255,3 +255,48 @@ def test_layers_that_differ_are_refused(make_mesh: MakeMesh) -> None:
     state = zero.init(params)
     with pytest.raises(ValueError, match=r"layer 1 differs from layer 0.*gathered"):
         zero.step(state, {"x": np.ones((4, 2), np.float32)})
+
+
+def _under_vmap(one: Any, values: jax.Array) -> jax.Array:
+    return jnp.mean(jax.vmap(one)(values))
+
+
+def _under_scan(one: Any, values: jax.Array) -> jax.Array:
+    return jnp.mean(jax.lax.map(one, values))
+
+
+def _under_checkpoint(one: Any, values: jax.Array) -> jax.Array:
+    return sum(map(jax.checkpoint(one), values), jnp.float32(0)) / len(values)
+
+
+@pytest.mark.parametrize("transform", [_under_vmap, _under_scan, _under_checkpoint])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_close_over_what_has_no_gradient(
+    make_mesh: MakeMesh, layout: str, transform: Any
+) -> None:
+    """A number, a mask, a key, and a float between them, under a transformation."""
+    weights = np.stack([np.eye(4, dtype=np.float32) * k for k in (1, 2, 3)])
+    params = {"blocks": list(weights) if layout == "list" else weights, "g": weights[0]}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def one(number: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(0), number)
+            gain = jnp.sum(params["g"]) * number
+            mask = number > jnp.arange(4)
+
+            def layer(w: jax.Array, h: jax.Array) -> jax.Array:
+                h = jnp.where(mask, h @ w, h) * gain + number
+                return h * jax.random.uniform(key)
+
+            return jnp.mean(jaxzero.apply_layers(layer, params["blocks"], batch["x"]))
+
+        return transform(one, jnp.arange(1, 4))
+
+    batch = {"x": np.ones((8, 4), np.float32)}
+    zero = zero3(loss, optax.sgd(1.0), make_mesh(2), **LAYOUTS[layout][1])
+    state, metrics = zero.step(zero.init(params), batch)
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    np.testing.assert_allclose(metrics.loss, value, rtol=1e-5)
+    found = zero.export_state(state)["params"]
+    want = jax.tree.map(lambda p, g: p - g, params, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, want)

@@ -57,7 +57,8 @@ def test_readme_has_an_example() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_run(module: str) -> None:
     program = (
-        f"import doctest, importlib; m = importlib.import_module({module!r}); r = doctest.testmod(m);"
+        "import doctest, importlib;"
+        f"r = doctest.testmod(importlib.import_module({module!r}));"
         "assert r.attempted and not r.failed, r"
     )
     run("-c", program)

@@ -64,6 +64,7 @@ LAYERS: dict[str, set[str]] = {
     "_train.options": {"jax"},
     "_train.extra_args": {"jax"},
     "_train.state": {"jax"},
+    "_train.shard_uses": {"jax"},
     "_train.grads": {"jax"},
     "_train.step": {"jax"},
     "_train.optimizer_layout": {"jax"},

@@ -16,6 +16,7 @@ from jaxzero._layout import Layout
 from jaxzero._norms.stats import Stats
 from jaxzero._policy import Policy
 from jaxzero._train.options import StepOptions
+from jaxzero._train.shard_uses import check_shard_uses
 from jaxzero._tree import PyTree, path_name
 
 Dims = tuple[int | None, ...]
@@ -133,8 +134,18 @@ class Gradients:
     def _objective(
         self, full: PyTree, groups: list[PyTree], batch: PyTree
     ) -> tuple[jax.Array, Any]:
-        params = self.layout.merge(full, self._nodes(groups))
-        result = self.options.loss_fn(params, batch)
+        def run(groups: list[PyTree]) -> Any:
+            params = self.layout.merge(full, self._nodes(groups))
+            return self.options.loss_fn(params, batch)
+
+        if groups:
+            paths = [
+                leaf.path
+                for group in self.layout.groups
+                for leaf in self.layout.leaves[group.begin : group.end]
+            ]
+            check_shard_uses(run, groups, paths)
+        result = run(groups)
         loss, aux = _with_aux(result) if self.options.has_aux else (result, None)
         loss = self._of_this_device(_checked_loss(loss), loss, "the loss")
         aux = jax.tree_util.tree_map_with_path(

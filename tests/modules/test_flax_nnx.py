@@ -12,7 +12,7 @@ import training
 from conftest import MakeMesh
 from flax import nnx
 
-from jaxzero import gathered, zero3
+from jaxzero import apply_layers, gathered, zero3
 
 WIDTH = 6
 ADAMW = optax.adamw(1e-2)
@@ -95,6 +95,24 @@ def test_modules_are_pytrees(make_mesh: MakeMesh, make: Any, layering: Any) -> N
     zero = zero3(loss, ADAMW, make_mesh(3, kind="explicit"), **layering)
     state = training.assert_as_unsharded(zero, loss, ADAMW, make(nnx.Rngs(1)))
     assert isinstance(state.params, make)
+
+
+@pytest.mark.parametrize("layers", [(), "blocks/*"], ids=["resident", "layers"])
+def test_apply_layers_takes_the_list_of_a_module(
+    make_mesh: MakeMesh, layers: Any
+) -> None:
+    def applied(model: Network, batch: Tree) -> jax.Array:
+        hidden = apply_layers(
+            lambda block, hidden: block(hidden), model.blocks, model.first(batch["x"])
+        )
+        return jnp.mean(jnp.square(model.last(hidden)[:, 0] - batch["y"]))
+
+    model, batch = Network(nnx.Rngs(1)), training.batches(1)[0]
+    zero = zero3(applied, optax.sgd(1.0), make_mesh(2), layers=layers)
+    _, metrics = zero.step(zero.init(model), batch)
+    value, grads = jax.value_and_grad(loss)(model, batch)
+    np.testing.assert_allclose(metrics.loss, value, rtol=1e-5)
+    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-5)
 
 
 def test_a_module_is_made_by_a_function(make_mesh: MakeMesh) -> None:

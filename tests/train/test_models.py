@@ -299,6 +299,31 @@ def test_a_lone_layer_that_is_not_gathered_says_so(
         zero.step(state, jnp.asarray(X))
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda layer, x: layer(x),
+        lambda layer, x: layer + x,
+        lambda layer, x: x if layer else 2 * x,
+        lambda layer, x: x * (layer == 1),
+        lambda layer, x: x * len(layer),
+        lambda layer, x: x @ next(iter(layer)),
+    ],
+    ids=["call", "add", "bool", "eq", "len", "iter"],
+)
+def test_python_does_nothing_with_a_layer_that_is_not_gathered(
+    make_mesh: MakeMesh, use: Any
+) -> None:
+    zero = zero3(
+        lambda p, x: jnp.mean(use(p["in"], x)),
+        optax.sgd(0.1),
+        make_mesh(2),
+        layers="in",
+    )
+    with pytest.raises(TypeError, match=r"__\w+__ was asked of .*jaxzero\.gathered"):
+        zero.step(zero.init(BASE), jnp.asarray(X))
+
+
 def test_layers_that_overlap_are_refused(make_mesh: MakeMesh) -> None:
     zero = zero3(plain, optax.sgd(0.1), make_mesh(2), layers=["*", "a/w"])
     with pytest.raises(ValueError, match=r"'a/w'.*inside a layer"):
