@@ -93,7 +93,7 @@ def clone(tmp_path: Path) -> Path:
     }.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    guide = (ROOT / "BUILD.md").read_text()
+    guide = (ROOT / "docs/clusters.md").read_text()
     (program,) = re.findall(r"```python\n(# train\.py\n.*?)```", guide, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
     return tmp_path
