@@ -19,10 +19,10 @@ import record
 import repeated
 
 from jaxzero import Policy
-from jaxzero._bench import rivals, trees
-from jaxzero._bench.per_rank import Way
-from jaxzero._bench.table import table
-from jaxzero._bench.trees import Tree
+from jaxzero._cli.bench import rivals, trees
+from jaxzero._cli.bench.per_rank import Way
+from jaxzero._cli.bench.table import table
+from jaxzero._cli.bench.trees import Tree
 from jaxzero.testing import initialize, started_by
 
 FLAT = "one flat leaf"

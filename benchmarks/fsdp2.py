@@ -23,8 +23,8 @@ import bandwidth
 import bus
 import record
 
-from jaxzero._bench.table import table
-from jaxzero._bench.trees import Tree
+from jaxzero._cli.bench.table import table
+from jaxzero._cli.bench.trees import Tree
 from jaxzero.testing import _environment as environment
 
 FLAT = "torch, one flat tensor"

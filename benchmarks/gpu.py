@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import record
 
 from jaxzero import Policy
-from jaxzero._bench import rivals, trees
-from jaxzero._bench.limits import flat_call
-from jaxzero._bench.per_rank import Arrays, Way
-from jaxzero._bench.table import Row, table
-from jaxzero._bench.timing import Call, interleaved_medians
-from jaxzero._bench.trees import Tree
-from jaxzero._bench.workload import Workload
+from jaxzero._cli.bench import rivals, trees
+from jaxzero._cli.bench.limits import flat_call
+from jaxzero._cli.bench.per_rank import Arrays, Way
+from jaxzero._cli.bench.table import Row, table
+from jaxzero._cli.bench.timing import Call, interleaved_medians
+from jaxzero._cli.bench.trees import Tree
+from jaxzero._cli.bench.workload import Workload
 from jaxzero.testing import initialize, started_by
 
 WIRE = None

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxzero
 from jaxzero import Policy
-from jaxzero._bench.table import table
+from jaxzero._cli.bench.table import table
 from jaxzero.testing import initialize, started_by
 
 BOTH = ("replica", "data")

@@ -29,8 +29,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxzero
 from jaxzero import Policy
-from jaxzero._bench.table import Row
-from jaxzero._bench.table import table as as_text
+from jaxzero._cli.bench.table import Row
+from jaxzero._cli.bench.table import table as as_text
 from jaxzero.testing import initialize, started_by
 
 AXIS = "data"

@@ -23,9 +23,9 @@ import repeated
 from matplotlib.figure import Figure
 
 from jaxzero import Policy
-from jaxzero._bench import rivals
-from jaxzero._bench.per_rank import Way
-from jaxzero._bench.table import table
+from jaxzero._cli.bench import rivals
+from jaxzero._cli.bench.per_rank import Way
+from jaxzero._cli.bench.table import table
 from jaxzero._plan import LIMITS
 from jaxzero.testing import initialize, started_by
 

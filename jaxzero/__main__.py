@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     if name in NEED_NATIVE_MODULE and not is_help and not _has_native_module():
         print(NO_NATIVE_MODULE, file=sys.stderr)
         return 2
-    command = importlib.import_module(f"jaxzero._cli.{name}")
+    command = importlib.import_module(f"jaxzero._cli.{name}.command")
     exit_code: int = command.main(rest)
     return exit_code
 

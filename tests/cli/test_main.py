@@ -70,7 +70,7 @@ def interrupted(*arguments: Any) -> int:
 def test_an_interrupt_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("jaxzero._cli.plan.main", interrupted)
+    monkeypatch.setattr("jaxzero._cli.plan.command.main", interrupted)
     assert run(["plan"]) == 130
     assert capsys.readouterr().err == "\nstopped\n"
 
@@ -79,7 +79,7 @@ def test_errors_of_a_command_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> 
     def missing(*arguments: Any) -> int:
         raise FileNotFoundError(errno.ENOENT, "missing")
 
-    monkeypatch.setattr("jaxzero._cli.plan.main", missing)
+    monkeypatch.setattr("jaxzero._cli.plan.command.main", missing)
     with pytest.raises(FileNotFoundError):
         run(["plan"])
 

@@ -1,0 +1,123 @@
+"""`doctor` on the machine: its devices, and whether JAX sees all of them."""
+
+import collections
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxzero._cli.doctor.fact import CHECK_PLATFORMS, INSTALL_PLUGIN, Fact, one_line
+from jaxzero._cli.doctor.install import package_version
+
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+HOPPER = 9.0
+LATENCY_HIDING = "--xla_gpu_enable_latency_hiding_scheduler"
+
+CHECK_GPU = (
+    "read what JAX printed about its CUDA plugin; see that nvidia-smi lists the GPU,"
+    " that CUDA_VISIBLE_DEVICES does not hide it, and that jax, jaxlib and the plugin"
+    " have one version"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The devices that JAX sees here, and whether there is an NVIDIA GPU at all."""
+
+    devices: tuple[Any, ...]
+    error: str | None
+    has_gpu: bool
+
+    @property
+    def cuda_devices(self) -> tuple[Any, ...]:
+        """The devices that the CUDA module serves."""
+        return tuple(filter(_is_cuda, self.devices))
+
+
+def find_machine() -> Machine:
+    devices: tuple[Any, ...] = ()
+    error = None
+    try:
+        devices = tuple(jax.local_devices())
+    except Exception as caught:
+        error = one_line(caught)
+    return Machine(
+        devices=devices,
+        error=error,
+        has_gpu=any(map(_is_cuda, devices)) or has_nvidia_driver(),
+    )
+
+
+def _is_cuda(device: Any) -> bool:
+    # AMD's GPUs have the same platform name.
+    version = str(device.client.platform_version).lower()
+    return device.platform == "gpu" and "rocm" not in version
+
+
+def has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia").exists() or bool(shutil.which("nvidia-smi"))
+
+
+def installed_plugins() -> list[str]:
+    found = ((plugin, package_version(plugin)) for plugin in PLUGINS)
+    return [f"{plugin} {version}" for plugin, version in found if version]
+
+
+def plugin(machine: Machine) -> Iterator[Fact]:
+    plugins = ", ".join(installed_plugins())
+    # Devices are proof enough: the plugin may come without package metadata.
+    is_missing = not plugins and machine.has_gpu and not machine.cuda_devices
+    yield Fact(
+        key="CUDA plugin",
+        value=plugins or "not installed",
+        fix=INSTALL_PLUGIN if is_missing else None,
+    )
+
+
+def devices(machine: Machine) -> Iterator[Fact]:
+    if machine.error is not None:
+        value = f"JAX cannot list them: {machine.error}"
+        yield Fact(key="devices", value=value, fix=CHECK_PLATFORMS)
+        return
+    platforms = sorted({device.platform for device in machine.devices})
+    yield Fact(key="platform", value=", ".join(platforms))
+    names = collections.Counter(map(_device_name, machine.devices))
+    value = ", ".join(f"{count} x {name}" for name, count in names.items())
+    fix = None
+    if machine.has_gpu and not machine.cuda_devices:
+        if jax.config.jax_platforms:
+            value += " (JAX_PLATFORMS leaves out the NVIDIA GPU)"
+        else:
+            value += " (JAX does not see the NVIDIA GPU)"
+            # Without a plugin that is its consequence, and no second problem.
+            fix = CHECK_GPU if installed_plugins() else None
+    yield Fact(key="devices", value=value, fix=fix)
+
+
+def _device_name(device: Any) -> str:
+    capability = getattr(device, "compute_capability", None)
+    name = str(device.device_kind)
+    return f"{name} (compute capability {capability})" if capability else name
+
+
+def latency_hiding(machine: Machine) -> Iterator[Fact]:
+    if not any(_is_before_hopper(device) for device in machine.cuda_devices):
+        return
+    value = (
+        f"off by default on GPUs before Hopper; XLA_FLAGS={LATENCY_HIDING}=true also"
+        " puts XLA's own collectives on the stream of jaxzero's"
+    )
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        name, _, setting = flag.partition("=")
+        if name == LATENCY_HIDING:
+            is_on = setting.lower() in ("", "1", "true")
+            value = "on (XLA_FLAGS)" if is_on else "off (XLA_FLAGS)"
+    yield Fact(key="latency hiding scheduler", value=value)
+
+
+def _is_before_hopper(device: Any) -> bool:
+    return float(getattr(device, "compute_capability", HOPPER)) < HOPPER
