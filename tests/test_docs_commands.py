@@ -38,7 +38,7 @@ case "$*" in
   "-m venv"*) ;;
   "-m pytest -n 2") exec {sys.executable} "$@" tests/test_cut.py ;;
   "-m jaxzero demo")
-    exec {sys.executable} "$@" --steps 2 --batch 8 --microbatches 1 --blocks 1 \\
+    exec {sys.executable} "$@" --steps 2 --batch 8 --accumulate 1 --blocks 1 \\
       --length 8 ;;
   *) exec {sys.executable} "$@" ;;
 esac

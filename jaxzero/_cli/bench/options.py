@@ -40,7 +40,7 @@ examples:
       all GPUs of this machine, or {CPU_DEVICES} CPU devices
   {PROG} --tree gpt2-quarter layer --devices 4
       two trees over four CPU devices
-  {PROG} --grads bfloat16 --wire float32
+  {PROG} --grads bfloat16 --comm-dtype float32
       gradients in bfloat16 that travel and are summed in float32
   {PROG} --json > bench.json
       one JSON object for scripts: environment, and a row for each time
@@ -61,7 +61,7 @@ class BenchOptions:
     tree: Sequence[str]
     devices: int | None
     grads: Sequence[str]
-    wire: str | None
+    comm_dtype: str | None
     reduction: str
     repeats: int
     json: bool
@@ -108,7 +108,7 @@ def parse_options(arguments: Sequence[str]) -> BenchOptions:
         " GPUs, float32 on CPUs; of awkward both)",
     )
     policy.add_argument(
-        "--wire",
+        "--comm-dtype",
         choices=DTYPES,
         help="dtype in which gradients travel (default: their own)",
     )
@@ -134,7 +134,7 @@ def requests(
             tree=TREES[name](),
             dtypes=options.grads
             or (("bfloat16", "float32") if name == "awkward" else (dtype,)),
-            policy=Policy(comm_dtype=options.wire, reduction=options.reduction),  # type: ignore[arg-type]  # one of its choices
+            policy=Policy(comm_dtype=options.comm_dtype, reduction=options.reduction),  # type: ignore[arg-type]  # one of its choices
             devices=devices,
             repeats=options.repeats,
         )

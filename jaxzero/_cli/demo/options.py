@@ -23,7 +23,7 @@ EXAMPLES = """\
 examples:
   python -m jaxzero demo
       eight devices, about a minute on two cores
-  python -m jaxzero demo --check --wire float32
+  python -m jaxzero demo --check --comm-dtype float32
       the same, compared with an unsharded run
   python -m jaxzero demo --layers
       full parameters of one block at a time: see the temporary bytes
@@ -49,10 +49,10 @@ class DemoOptions:
     replicas: int
     steps: int
     batch: int
-    microbatches: int
+    accumulate: int
     layers: bool
     compute_dtype: str
-    wire: str
+    comm_dtype: str
     seed: int
     blocks: int
     width: int
@@ -80,7 +80,7 @@ def demo_parser() -> Parser:
     add_count(run, "--replicas", 1, 1024, "copies of the state, each over devices / N")
     add_count(run, "--steps", 100, 10**6, "optimizer steps")
     add_count(run, "--batch", 64, 2**16, "sequences per step, over all of its parts")
-    add_count(run, "--microbatches", 4, 1024, "parts of a step that are accumulated")
+    add_count(run, "--accumulate", 4, 1024, "parts of a step that are accumulated")
     run.add_argument(
         "--layers",
         action="store_true",
@@ -94,7 +94,7 @@ def demo_parser() -> Parser:
         " scale, bfloat16 takes several times as long on CPUs (default float32)",
     )
     run.add_argument(
-        "--wire",
+        "--comm-dtype",
         choices=tuple(TOLERANCES),
         default="bfloat16",
         help="dtype in which gradients travel (default bfloat16)",
@@ -141,7 +141,7 @@ def parse_options(parser: Parser, arguments: Sequence[str]) -> DemoOptions:
         UsageError: for options that do not fit together or the machine.
     """
     options = DemoOptions(**vars(parser.parse_args(arguments)))
-    parts = options.devices * options.microbatches
+    parts = options.devices * options.accumulate
     if options.devices % options.replicas:
         raise UsageError(
             f"--replicas {options.replicas} does not divide {options.devices} devices;"
@@ -150,7 +150,7 @@ def parse_options(parser: Parser, arguments: Sequence[str]) -> DemoOptions:
     if options.batch % parts:
         raise UsageError(
             f"--batch {options.batch} does not divide by {options.devices} devices x"
-            f" {options.microbatches} microbatches; try --batch"
+            f" {options.accumulate} microbatches; try --batch"
             f" {_nearest(options.batch, parts)}"
         )
     if options.width % HEAD_WIDTH:

@@ -29,7 +29,7 @@ def save_plot(path: Path, result: DemoResult) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     figure.suptitle(
         f"Parameters, gradients and Adam state over {result.options.devices} devices,"
-        f" {result.options.wire} wire"
+        f" {result.options.comm_dtype} wire"
     )
     grid = figure.add_gridspec(1, 2, width_ratios=(1.35, 1))
     left, right = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])

@@ -76,7 +76,7 @@ def first_line(options: DemoOptions, numel: int, corpus_bytes: int) -> str:
     return (
         f"{numel:,} parameters on {options.devices} CPU devices{replicas}; each step"
         f" reads {options.batch * options.length:,} of {corpus_bytes:,} bytes of text"
-        f" in {options.microbatches} microbatches"
+        f" in {options.accumulate} microbatches"
     )
 
 
@@ -107,7 +107,7 @@ def check_line(check: CheckResult, options: DemoOptions) -> str:
         f"check {'ok' if check.passed else 'FAILED'}: largest relative loss difference"
         f" {check.largest:.2g} (step {check.step} of {len(check.differences)}),\n"
         f"of the first gradient's norm {check.first_norm_difference:.2g};"
-        f" tolerance {check.tolerance:g} for a {options.wire} wire{computed}"
+        f" tolerance {check.tolerance:g} for a {options.comm_dtype} wire{computed}"
     )
 
 

@@ -99,7 +99,7 @@ def _plan(params: Params, options: DemoOptions) -> str:
         # What a block's backward pass sums is divided later.
         plan = _plan_of(params["blocks"][0], options, replace(policy, op="sum"))
         return f"each block travels alone:\n{plan}"
-    divisor = options.devices * options.microbatches
+    divisor = options.devices * options.accumulate
     return str(_plan_of(params, options, replace(policy, divide_by=divisor)))
 
 
@@ -123,7 +123,7 @@ def _check(
     steps = min(options.steps, CHECKED_STEPS)
     trainer = unsharded_trainer(params, optimizer)
     reference, _ = _train("unsharded", trainer, batches, steps)
-    limit = tolerance(options.wire, options.compute_dtype)
+    limit = tolerance(options.comm_dtype, options.compute_dtype)
     check = compare(run.curve, reference.curve, limit)
     print(f"\n{check_line(check, options)}")
     return check

@@ -64,7 +64,7 @@ def make_policy(options: DemoOptions) -> jaxzero.Policy:
     """Returns the dtypes of computing, wire and shards."""
     return jaxzero.Policy(
         compute_dtype=options.compute_dtype,
-        comm_dtype=options.wire,
+        comm_dtype=options.comm_dtype,
         shard_dtype="float32",
         transport="xla",
     )
@@ -89,7 +89,7 @@ def sharded_trainer(
         policy=make_policy(options),
         replicate_axis="replica" if options.replicas > 1 else None,
         layers=LAYERS if options.layers else (),
-        accumulate=options.microbatches,
+        accumulate=options.accumulate,
         clip_norm=CLIP_NORM,
         loss_scale=LOSS_SCALE if options.compute_dtype == "float16" else None,
     )

@@ -62,7 +62,15 @@ def test_table_per_tree_names_the_fastest_rival(
 
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--devices", "2", "--grads", "bfloat16", "float32", "--wire", "float16"]
+    options = [
+        "--devices",
+        "2",
+        "--grads",
+        "bfloat16",
+        "float32",
+        "--comm-dtype",
+        "float16",
+    ]
     text = output(
         capsys, "--json", "--tree", "tiny", "--reduction", "float32", *options
     )
@@ -84,7 +92,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_options_are_shown_with_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--wire", "bfloat16", "--reduction", "float32", "--devices", "1"]
+    options = ["--comm-dtype", "bfloat16", "--reduction", "float32", "--devices", "1"]
     text = output(capsys, "--tree", "tiny", *options)
     assert "float32, bfloat16 on the wire, jaxzero sums in float32\n" in text
     assert "limit: as many bytes read and written" in text
@@ -144,7 +152,7 @@ def test_tree_that_does_not_fit_is_refused_before_it_is_made(
         (["--tree", "tiny", "--devices", "9"], ["--devices 9", "fresh process"]),
         (["--repeats", "none"], ["'none'", "from 1 to"]),
         (["--repeats", "10001"], ["'10001'", "from 1 to 10000"]),
-        (["--wire", "int8"], ["'int8'", "bfloat16"]),
+        (["--comm-dtype", "int8"], ["'int8'", "bfloat16"]),
         (["--reduction", "fast"], ["'fast'", "native"]),
     ],
     ids=" ".join,

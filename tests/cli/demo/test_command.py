@@ -42,7 +42,7 @@ def eight_devices() -> dict[str, Any]:
 
 
 def test_float32_losses_fall_and_equal_those_of_an_unsharded_run() -> None:
-    summary = demo_json("--steps", "30", "--wire", "float32", "--check")
+    summary = demo_json("--steps", "30", "--comm-dtype", "float32", "--check")
     assert_within(summary["check"], steps=30, tolerance=1e-4)
     bits = summary["bits_per_byte"]
     assert 7.5 < bits["start"] < 8.5
@@ -117,7 +117,7 @@ def test_layers_take_turns_and_need_less_memory(eight_devices: dict[str, Any]) -
 def test_replicas_hold_padded_shards_of_leaves_that_do_not_divide() -> None:
     summary = demo_json(
         *("--steps", "3", "--devices", "6", "--replicas", "2", "--batch", "24"),
-        *("--wire", "float32", "--check"),
+        *("--comm-dtype", "float32", "--check"),
     )
     assert_within(summary["check"], steps=3, tolerance=1e-5)
     # Vectors of 64 elements and matrices of 4096 times 1, 3 or 4, over three shards.

@@ -34,7 +34,10 @@ def error_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--length", "100000"], ["--length", "from 1 to 2048", "'100000'"]),
         (["--steps", "0"], ["--steps", "from 1 to"]),
         (["--steps", "-3"], ["--steps", "'-3'"]),
-        (["--wire", "int8"], ["--wire", "int8", "float32", "bfloat16", "float16"]),
+        (
+            ["--comm-dtype", "int8"],
+            ["--comm-dtype", "int8", "float32", "bfloat16", "float16"],
+        ),
         (["--seed", "-1"], ["--seed", "from 0"]),
         (["--batch", "1.5"], ["--batch", "whole number"]),
         (["--width", "100"], ["--width 100", "multiple of 64", "--width 128"]),
