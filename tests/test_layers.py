@@ -77,6 +77,7 @@ UPWARD = {("_plan", "_plan_table")}
 COMMANDS = {
     "arguments": {"_typeshed"},
     "models": {"jax"},
+    "free_memory": set(),
     "bench": set(),
     "bench.trees": set(),
     "bench.table": set(),
@@ -109,6 +110,7 @@ COMMANDS = {
     "demo.text": {"numpy"},
     "demo.check": set(),
     "demo.options": set(),
+    "demo.needs": {"jax"},
     "demo.progress": set(),
     "demo.memory": {"jax", "optax"},
     "demo.training": {"jax", "optax"},

@@ -1,15 +1,14 @@
 """Does a comparison fit? Bytes that it needs, and bytes that are free."""
 
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxzero._cli.bench.trees import Tree
+from jaxzero._cli.free_memory import free_host_bytes
 
 
 def needed_bytes(tree: Tree, dtypes: Sequence[Any], wire: Any, ranks: int) -> int:
@@ -33,21 +32,8 @@ def needed_bytes(tree: Tree, dtypes: Sequence[Any], wire: Any, ranks: int) -> in
 def free_bytes(device: jax.Device) -> int | None:
     """Returns what is free on a GPU or on this machine; None if nobody knows."""
     if device.platform == "cpu":
-        return _free_host_bytes()
+        return free_host_bytes()
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
     return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-
-
-def _free_host_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = {key: rest for key, _, rest in (line.partition(":") for line in lines)}
-        return int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None

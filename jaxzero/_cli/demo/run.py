@@ -22,6 +22,7 @@ from jaxzero._cli.demo.check import (
 )
 from jaxzero._cli.demo.memory import measured_bytes, memory_table, unsharded_bytes
 from jaxzero._cli.demo.model import ModelConfig, Params, init_params
+from jaxzero._cli.demo.needs import check_memory
 from jaxzero._cli.demo.options import DemoOptions
 from jaxzero._cli.demo.progress import make_progress
 from jaxzero._cli.demo.result import (
@@ -46,6 +47,7 @@ Batches = Callable[[int], Bytes]
 
 def run_demo(options: DemoOptions) -> int:
     """Runs the demo; returns the exit code."""
+    check_memory(options)
     try:
         corpus = load_corpus()
     except FileNotFoundError as error:
