@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxzero._cli.doctor.fact import Fact
+from jaxzero._cli.doctor.fact import CHECK_DEVICE, Fact
 from jaxzero._cli.doctor.limit import TimeLimit, TimeLimitError
 
 PROBE = "jaxzero_collectives_probe"
@@ -21,7 +21,6 @@ NEWER_JAXZERO = (
     "install a newer jaxzero, or an older jax[cuda13] from 0.11.2 on; until then use"
     " Policy(transport='xla')"
 )
-CHECK_DEVICE = "see that nvidia-smi answers, and end processes that hang on the GPU"
 
 
 def collectives(devices: Sequence[Any], limit: TimeLimit) -> Iterator[Fact]:

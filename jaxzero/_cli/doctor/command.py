@@ -74,7 +74,7 @@ def examine(limit: TimeLimit) -> Iterator[Fact]:
     yield from guarded("versions", install.versions)
     # Before anything asks for devices, which may hang for what a variable says.
     yield from guarded("environment", install.environment)
-    machine = machines.find_machine()
+    machine = machines.find_machine(limit)
     yield from guarded("CUDA plugin", machines.plugin, machine)
     yield from guarded("devices", machines.devices, machine)
     yield from guarded("CPU module", install.cpu_module)

@@ -11,6 +11,7 @@ REINSTALL = (
     " with its source, use pip install -e . (see BUILD.md)"
 )
 INSTALL_PLUGIN = "pip install 'jax[cuda13]'"
+CHECK_DEVICE = "see that nvidia-smi answers, and end processes that hang on the GPU"
 CHECK_PLATFORMS = "unset JAX_PLATFORMS, or install the JAX plugin for the platform"
 REPORT = "please report this whole output, together with how jaxzero was installed"
 

@@ -4,14 +4,21 @@ import collections
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxzero._cli.doctor.fact import CHECK_PLATFORMS, INSTALL_PLUGIN, Fact, one_line
+from jaxzero._cli.doctor.fact import (
+    CHECK_DEVICE,
+    CHECK_PLATFORMS,
+    INSTALL_PLUGIN,
+    Fact,
+    one_line,
+)
 from jaxzero._cli.doctor.install import package_version
+from jaxzero._cli.doctor.limit import TimeLimit, TimeLimitError
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 HOPPER = 9.0
@@ -26,10 +33,18 @@ CHECK_GPU = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The devices that JAX sees here, and whether there is an NVIDIA GPU at all."""
+    """The devices that JAX sees here, and whether there is an NVIDIA GPU at all.
+
+    Attributes:
+      devices: none where JAX cannot list them.
+      error: why JAX cannot list them.
+      fix: what to do about that.
+      has_gpu: whether this machine has an NVIDIA GPU, also if JAX does not see it.
+    """
 
     devices: tuple[Any, ...]
-    error: str | None
+    error: str | None = None
+    fix: str | None = None
     has_gpu: bool
 
     @property
@@ -38,18 +53,25 @@ class Machine:
         return tuple(filter(_is_cuda, self.devices))
 
 
-def find_machine() -> Machine:
-    devices: tuple[Any, ...] = ()
-    error = None
+def find_machine(limit: TimeLimit) -> Machine:
+    """Asks JAX for its devices; a driver that hangs cannot keep it waiting."""
     try:
-        devices = tuple(jax.local_devices())
+        devices = limit.run(_local_devices)
+    except TimeLimitError as caught:
+        return _without_devices(str(caught), CHECK_DEVICE)
     except Exception as caught:
-        error = one_line(caught)
-    return Machine(
-        devices=devices,
-        error=error,
-        has_gpu=any(map(_is_cuda, devices)) or has_nvidia_driver(),
-    )
+        return _without_devices(one_line(caught), CHECK_PLATFORMS)
+    has_gpu = any(map(_is_cuda, devices)) or has_nvidia_driver()
+    return Machine(devices=devices, has_gpu=has_gpu)
+
+
+def _local_devices(enter_step: Callable[[str], None]) -> tuple[Any, ...]:
+    enter_step("jax.local_devices()")
+    return tuple(jax.local_devices())
+
+
+def _without_devices(error: str, fix: str) -> Machine:
+    return Machine(devices=(), error=error, fix=fix, has_gpu=has_nvidia_driver())
 
 
 def _is_cuda(device: Any) -> bool:
@@ -81,7 +103,7 @@ def plugin(machine: Machine) -> Iterator[Fact]:
 def devices(machine: Machine) -> Iterator[Fact]:
     if machine.error is not None:
         value = f"JAX cannot list them: {machine.error}"
-        yield Fact(key="devices", value=value, fix=CHECK_PLATFORMS)
+        yield Fact(key="devices", value=value, fix=machine.fix)
         return
     platforms = sorted({device.platform for device in machine.devices})
     yield Fact(key="platform", value=", ".join(platforms))

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero._cli.doctor.fact import CHECK_PLATFORMS, REINSTALL, REPORT, Fact, one_line
+from jaxzero._cli.doctor.fact import REINSTALL, REPORT, Fact, one_line
 from jaxzero._cli.doctor.limit import TimeLimit, TimeLimitError
 from jaxzero._cli.doctor.machine import Machine
 
@@ -24,7 +24,7 @@ RAISE_LIMIT = "on a slow machine, raise --timeout"
 def self_test(machine: Machine, limit: TimeLimit) -> Iterator[Fact]:
     key = "self-test"
     if not machine.devices:
-        yield Fact(key=key, value="not run: JAX has no devices", fix=CHECK_PLATFORMS)
+        yield Fact(key=key, value="not run: JAX has no devices", fix=machine.fix)
         return
     has_cuda = bool(machine.cuda_devices)
     try:

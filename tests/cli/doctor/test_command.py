@@ -97,7 +97,7 @@ def test_time_limit_is_at_most_a_day(capsys: pytest.CaptureFixture[str]) -> None
 def test_variables_are_shown_before_devices_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def hang() -> None:
+    def hang(limit: object) -> None:
         raise TimeoutError
 
     monkeypatch.setattr(doctor_machine, "find_machine", hang)
@@ -113,6 +113,28 @@ def test_reports_a_platform_that_does_not_start() -> None:
     problems = {p["key"]: p["fix"] for p in json.loads(done.stdout)["problems"]}
     assert "JAX_PLATFORMS" in problems["devices"]
     assert "JAX_PLATFORMS" in problems["self-test"]
+
+
+def test_a_device_query_that_hangs_ends_within_the_limit() -> None:
+    hanging = (
+        "import time, jax\n"
+        "from jaxzero._cli.doctor import command\n"
+        "jax.local_devices = lambda: time.sleep(600)\n"
+        "raise SystemExit(command.main(['--timeout', '1', '--json']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", hanging],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert "no end of jax.local_devices() within 1 s" in found["facts"]["devices"]
+    fixes = {problem["key"]: problem["fix"] for problem in found["problems"]}
+    assert fixes["devices"] == fixes["self-test"] == doctor_fact.CHECK_DEVICE
+    assert "transport" in found["facts"]
 
 
 @pytest.mark.usefixtures("cpu_only")
@@ -211,7 +233,7 @@ def test_latency_hiding_is_noted_for_gpus_before_hopper(
 
 
 def machine(*devices: Any, has_gpu: bool = True) -> doctor_machine.Machine:
-    return doctor_machine.Machine(devices=devices, error=None, has_gpu=has_gpu)
+    return doctor_machine.Machine(devices=devices, has_gpu=has_gpu)
 
 
 def gpu(capability: float) -> SimpleNamespace:
