@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         shard_dtype=options.shard_dtype,
         min_shard_numel=options.min_shard_numel,
         bucket_bytes=options.bucket_bytes,
+        overlap=options.overlap,
     )
     estimate = estimate_memory(
         params,
@@ -140,6 +141,13 @@ def _parser() -> Parser:
         metavar="SIZE",
         help="limit of one bucket, such as 64M (default: that of the transport)",
     )
+    policy.add_argument(
+        "--no-overlap",
+        dest="overlap",
+        action="store_false",
+        help="overlap=False: gather a layer when it is needed, not while the one before"
+        " computes",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -190,6 +198,7 @@ def _report(
     options: argparse.Namespace, params: Params, plan: Plan, estimate: MemoryEstimate
 ) -> str:
     copies = f" x {options.replicas} replicas" if options.replicas > 1 else ""
+    overlap = "" if options.overlap else ", overlap=False"
     what = (
         f"Gradients of one of {len(params['blocks'])} layers:"
         if options.layers
@@ -198,7 +207,7 @@ def _report(
     return "\n".join(
         [
             f"{options.model}: {num_elements(params):,} parameters over "
-            f"{options.devices} devices{copies}",
+            f"{options.devices} devices{copies}{overlap}",
             "",
             what,
             str(plan),
@@ -216,6 +225,7 @@ def _summary(
         "parameters": num_elements(params),
         "devices": options.devices,
         "replicas": options.replicas,
+        "overlap": options.overlap,
         "plan": {
             "layers": len(params["blocks"]) if options.layers else None,
             "leaves": len(plan.leaves),
