@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
+from jaxzero import _interrupt as _interrupt  # first, before JAX is imported
 from jaxzero._apply_layers import apply_layers as apply_layers
 from jaxzero._estimate import DeviceBytes as DeviceBytes
 from jaxzero._estimate import MemoryEstimate as MemoryEstimate

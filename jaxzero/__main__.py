@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jaxzero import _interrupt
+
 COMMANDS = {
     "bench": "time it here against what you would write without it",
     "demo": "train a small transformer with everything sharded, on CPU devices",
@@ -71,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         print(NO_NATIVE_MODULE, file=sys.stderr)
         return 2
     command = importlib.import_module(f"jaxzero._cli.{name}.command")
+    _interrupt.raise_again()
     exit_code: int = command.main(rest)
     return exit_code
 

@@ -106,6 +106,48 @@ def test_an_interrupt_while_devices_work_ends_with_its_code() -> None:
     assert after.endswith("\nstopped\n") and "Traceback" not in after
 
 
+@pytest.mark.parametrize("module", ["jax", "optax"])
+def test_an_interrupt_during_an_import_ends_without_a_traceback(
+    module: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{module}.py").write_text(
+        "import time\n"
+        "print('importing', flush=True)\n"
+        "try:\n"
+        "    time.sleep(60)\n"
+        "except BaseException as error:  # as packages with native code do\n"
+        "    raise ImportError('broken') from error\n"
+        if module == "jax"
+        else "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    )
+    command = subprocess.Popen(
+        ["env", "--default-signal=INT", sys.executable, "-m", "jaxzero", "demo"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert command.stdout is not None
+    try:
+        assert command.stdout.readline() == "importing\n"
+        command.send_signal(signal.SIGINT)
+        after, _ = command.communicate(timeout=30)
+    finally:
+        command.kill()
+    assert (command.returncode, after) == (130, "\nstopped\n")
+
+
+def test_importing_jaxzero_leaves_interrupts_alone() -> None:
+    program = (
+        "import signal, jaxzero;"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
+    heeding = ["env", "--default-signal=INT", sys.executable, "-c", program]
+    done = subprocess.run(heeding, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 PLAN = ("plan", "--model", "gpt2")
 
 
