@@ -23,6 +23,7 @@ from jaxzero._cli.bench import rivals, trees
 from jaxzero._cli.bench.per_rank import Way
 from jaxzero._cli.bench.table import table
 from jaxzero._cli.bench.trees import Tree
+from jaxzero._cli.models import Llama
 from jaxzero.testing import initialize, started_by
 
 FLAT = "one flat leaf"
@@ -32,9 +33,10 @@ TREES = {
     "llama": functools.partial(trees.llama, layers=2),
     "small": trees.small,
 }
+TINY_LLAMA = Llama(layers=1, width=32, hidden=64, heads=4, kv_heads=1, vocabulary=1)
 TINY: dict[str, Tree] = {
     "gpt2": trees.layer(width=16),
-    "llama": trees.llama(layers=1, width=32, hidden=64, key_values=8),
+    "llama": trees.llama(model=TINY_LLAMA),
     "small": trees.small(leaves=5),
 }
 """For CPU devices: to see that all of it runs."""

@@ -34,7 +34,7 @@ WIRE = None
 
 def large() -> Tree:
     """Returns 221 leaves with 1.27e9 parameters."""
-    return trees.gpt2(layers=18, width=2304, vocab=50257) | {"head": (2304, 3000)}
+    return trees.gpt2(layers=18, width=2304) | {"head": (2304, 3000)}
 
 
 def copy_bandwidth(numel: int = 1 << 30) -> float:

@@ -80,7 +80,7 @@ COMMANDS = {
     "models": {"jax"},
     "free_memory": set(),
     "bench": set(),
-    "bench.trees": set(),
+    "bench.trees": {"jax"},
     "bench.table": set(),
     "bench.environment": {"jax"},
     "bench.timing": {"jax"},

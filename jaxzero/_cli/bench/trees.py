@@ -1,61 +1,39 @@
 """Gradient trees that benchmarks reduce: shapes only."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxzero._cli.models import LLAMA_8B, Gpt2, Llama
 
 Shape = tuple[int, ...]
 Tree = dict[str, Shape]
 
 
-def gpt2(layers: int = 12, width: int = 768, vocab: int = 50257) -> Tree:
-    """Returns the parameter shapes of GPT-2: 148 leaves, 124 M parameters."""
-    tree: Tree = {"wte": (vocab, width), "wpe": (1024, width)}
-    for layer in range(layers):
-        block: Tree = {
-            "ln_1.scale": (width,),
-            "ln_1.bias": (width,),
-            "attn.qkv.kernel": (width, 3 * width),
-            "attn.qkv.bias": (3 * width,),
-            "attn.out.kernel": (width, width),
-            "attn.out.bias": (width,),
-            "ln_2.scale": (width,),
-            "ln_2.bias": (width,),
-            "mlp.in.kernel": (width, 4 * width),
-            "mlp.in.bias": (4 * width,),
-            "mlp.out.kernel": (4 * width, width),
-            "mlp.out.bias": (width,),
-        }
-        tree |= {f"h{layer}.{name}": shape for name, shape in block.items()}
-    return tree | {"ln_f.scale": (width,), "ln_f.bias": (width,)}
+def shapes(params: Any) -> Tree:
+    """Returns the shapes of a model's parameters by their key paths."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+
+def gpt2(layers: int = 12, width: int = 768) -> Tree:
+    """Returns the parameters of a GPT-2: 148 leaves, 124 M parameters."""
+    return shapes(Gpt2(layers=layers, width=width).params())
 
 
 def layer(width: int = 192) -> Tree:
     """Returns one layer of a GPT-2: 12 leaves."""
-    return {
-        name: shape
-        for name, shape in gpt2(layers=1, width=width).items()
-        if name.startswith("h0.")
-    }
+    return shapes(Gpt2(layers=1, width=width).params()["blocks"][0])
 
 
-def llama(
-    layers: int = 1, width: int = 4096, hidden: int = 14336, key_values: int = 1024
-) -> Tree:
-    """Returns layers of Llama 8B: 9 leaves and 218 M parameters each."""
-    block: Tree = {
-        "attn_norm": (width,),
-        "attn.query": (width, width),
-        "attn.key": (width, key_values),
-        "attn.value": (width, key_values),
-        "attn.out": (width, width),
-        "mlp_norm": (width,),
-        "mlp.gate": (width, hidden),
-        "mlp.up": (width, hidden),
-        "mlp.down": (hidden, width),
-    }
-    return {
-        f"{i}.{name}": shape for i in range(layers) for name, shape in block.items()
-    }
+def llama(layers: int = 1, model: Llama = LLAMA_8B) -> Tree:
+    """Returns layers of a Llama: of Llama 8B 9 leaves, 218 M parameters each."""
+    return shapes(dataclasses.replace(model, layers=layers).params()["blocks"])
 
 
 def small(leaves: int = 1000, numel: int = 100) -> Tree:

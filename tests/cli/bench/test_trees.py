@@ -1,6 +1,6 @@
 import math
 
-from jaxzero._cli.bench.trees import TREES
+from jaxzero._cli.bench.trees import TREES, llama
 
 
 def test_sizes_are_those_of_the_help() -> None:
@@ -15,6 +15,12 @@ def test_sizes_are_those_of_the_help() -> None:
         "awkward": (72, 63_117_072),
         "small": (1000, 100_000),
     }
+
+
+def test_a_layer_of_llama_8b_is_that_of_the_known_models() -> None:
+    tree = llama(layers=2)
+    assert len(tree) == 2 * 9
+    assert sum(map(math.prod, tree.values())) == 2 * 218_112_000
 
 
 def test_most_awkward_leaves_do_not_divide_by_two_ranks() -> None:
