@@ -1,6 +1,6 @@
 """Bus bandwidth of reductions: `python benchmarks/bandwidth.py [--out FOLDER]`.
 
-    python -m jaxzero.testing.launch -n 4 --platform cuda -- \
+    python -m jaxzero launch -n 4 --platform cuda -- \
         python benchmarks/bandwidth.py --out /tmp/found
 
 Gradients are in the dtype in which they travel. Each way returns shards in that dtype
@@ -24,7 +24,7 @@ from jaxzero._cli.bench.per_rank import Way
 from jaxzero._cli.bench.table import table
 from jaxzero._cli.bench.trees import Tree
 from jaxzero._cli.models import Llama
-from jaxzero.testing import initialize, started_by
+from jaxzero.distributed import initialize, started_by
 
 FLAT = "one flat leaf"
 SUMS_IN_FLOAT32 = "jaxzero, float32 sums"

@@ -1,7 +1,7 @@
 """GPU benchmarks: `python benchmarks/gpu.py [--save]`, alone or on several ranks.
 
     python benchmarks/gpu.py
-    python -m jaxzero.testing.launch -n 4 --platform cuda -- python benchmarks/gpu.py
+    python -m jaxzero launch -n 4 --platform cuda -- python benchmarks/gpu.py
 
 One rank measures local work against the bandwidth of a device copy; several measure
 reductions against what a JAX user would write. All do the same work: sum bfloat16
@@ -26,7 +26,7 @@ from jaxzero._cli.bench.table import Row, table
 from jaxzero._cli.bench.timing import Call, interleaved_medians
 from jaxzero._cli.bench.trees import Tree
 from jaxzero._cli.bench.workload import Workload
-from jaxzero.testing import initialize, started_by
+from jaxzero.distributed import initialize, started_by
 
 WIRE = None
 """All ways send gradients in their own dtype."""

@@ -13,6 +13,7 @@ COMMANDS = {
     "bench": "time it here against what you would write without it",
     "demo": "train a small transformer with everything sharded, on CPU devices",
     "doctor": "say what is installed, what works, and how to fix the rest",
+    "launch": "run a program as several ranks on this machine",
     "plan": "show buckets and memory of a known model, without a device",
 }
 
@@ -126,4 +127,4 @@ def _help() -> str:
 if __name__ == "__main__":
     exit_code = run(sys.argv[1:])
     # The usual exit waits for other ranks, and XLA aborts in it if work still runs.
-    importlib.import_module("jaxzero.testing").exit_on_failure(exit_code)
+    importlib.import_module("jaxzero.distributed").exit_on_failure(exit_code)

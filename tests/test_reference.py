@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import jaxzero
-import jaxzero.testing
+import jaxzero.distributed
 from jaxzero.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +69,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("name", public(jaxzero) + public(jaxzero.testing))
+@pytest.mark.parametrize("name", public(jaxzero) + public(jaxzero.distributed))
 def test_a_public_name_is_described_once(name: str) -> None:
     assert described().count(name) == 1
 
@@ -77,7 +77,7 @@ def test_a_public_name_is_described_once(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(described())))
 def test_a_described_name_exists(name: str) -> None:
     module, _, last = name.rpartition(".")
-    if module == "jaxzero" and last == "testing":
+    if module == "jaxzero" and last == "distributed":
         return
     assert hasattr(importlib.import_module(module), last)
 

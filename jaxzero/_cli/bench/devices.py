@@ -7,7 +7,7 @@ import jax
 
 from jaxzero._cli.arguments import UsageError
 from jaxzero._cli.doctor.fact import one_line
-from jaxzero.testing import initialize, started_by
+from jaxzero.distributed import initialize, started_by
 
 CPU_DEVICES = 8
 

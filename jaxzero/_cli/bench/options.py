@@ -44,7 +44,7 @@ examples:
       gradients in bfloat16 that travel and are summed in float32
   {PROG} --json > bench.json
       one JSON object for scripts: environment, and a row for each time
-  python -m jaxzero.testing.launch -n 4 --platform cuda -- {PROG}
+  python -m jaxzero launch -n 4 --platform cuda -- {PROG}
       one process per GPU; the first one prints
   srun {PROG}
       the same on a cluster

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 from cli.bench.tiny import TREE
-from testing.ranks import launch
+from cli.launch.ranks import launch
 
 from jaxzero.__main__ import main
 from jaxzero._cli.bench import command as bench

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jaxzero.testing import launch
+from jaxzero._cli.launch import command as launch
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "benchmarks"
@@ -128,8 +128,8 @@ def test_every_program_takes_the_options_it_is_given(
     names = ("bandwidth", "fsdp2", "mixed", "overlap", "sweep", "targets")
     assert asked == {f"benchmarks/{name}.py" for name in names}
     for command in visit.commands:
-        if "jaxzero.testing.launch" in command:
-            at = command.index("jaxzero.testing.launch")
+        if "launch" in command:
+            at = command.index("launch")
             launch.parse(command[at + 1 :])
         for program in programs(command):
             monkeypatch.setattr(sys, "argv", program)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-LAUNCHER = [sys.executable, "-m", "jaxzero.testing.launch"]
+LAUNCHER = [sys.executable, "-m", "jaxzero", "launch"]
 _MARK = "JAXZERO_TEST_RUN"
 
 

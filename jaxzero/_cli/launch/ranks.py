@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-_WATCHDOG = Path(__file__).with_name("_watchdog.py")
+_WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 # Waits for a line, then becomes the program. No core files, because a rank that
 # hangs is aborted to make it show where.

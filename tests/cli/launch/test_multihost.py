@@ -7,11 +7,11 @@ import socket
 from pathlib import Path
 
 import pytest
-from testing.ranks import launch
+from cli.launch.ranks import launch
 
 pytestmark = pytest.mark.multiprocess
 
-MULTIHOST = Path(__file__).parents[1] / "multihost"
+MULTIHOST = Path(__file__).parents[2] / "multihost"
 
 # shard_grads of float32[16, columns] on every rank, for programs to build on.
 STEP = """
@@ -20,7 +20,7 @@ import os
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxzero
-from jaxzero.testing import initialize, started_by
+from jaxzero.distributed import initialize, started_by
 
 initialize()
 mesh = jax.make_mesh((jax.device_count(),), ("data",))

@@ -6,10 +6,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from testing.ranks import Launcher, launch, wait_until
+from cli.launch.ranks import Launcher, launch, wait_until
 
-from jaxzero.testing import launch as cli
-from jaxzero.testing._ranks import Outcome
+from jaxzero._cli.launch import command as cli
+from jaxzero._cli.launch.ranks import Outcome
 
 pytestmark = pytest.mark.multiprocess
 
@@ -18,7 +18,7 @@ COLLECTIVE = """
 import os, signal, sys, time
 import jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
-from jaxzero.testing import initialize
+from jaxzero.distributed import initialize
 
 initialize()
 multihost_utils.sync_global_devices("start")
@@ -48,7 +48,7 @@ def in_collective(ending: str) -> list[str]:
 def test_each_rank_knows_its_number_and_how_many_there_are(tmp_path: Path) -> None:
     code = """
     import jax
-    from jaxzero.testing import initialize, started_by
+    from jaxzero.distributed import initialize, started_by
     initialize()
     print(started_by(), jax.process_index(), jax.process_count(), jax.device_count())
     """
@@ -169,8 +169,8 @@ def test_a_launcher_that_is_killed_leaves_no_file(
 
 def test_the_coordinator_listens_on_this_machine_only() -> None:
     code = """
-import os, jaxzero.testing
-jaxzero.testing.initialize()
+import os, jaxzero.distributed
+jaxzero.distributed.initialize()
 if os.environ["JAXZERO_PROCESS_ID"] == "0":
     port = int(os.environ["JAXZERO_COORDINATOR"].rpartition(":")[2])
     lines = [l.split() for f in ("tcp", "tcp6") for l in open("/proc/net/" + f)]
@@ -240,7 +240,7 @@ def test_a_wrong_command_line_gives_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-    assert error.startswith("python -m jaxzero.testing.launch: error: ")
+    assert error.startswith("python -m jaxzero launch: error: ")
 
 
 def test_cuda_without_a_gpu_gives_one_line(

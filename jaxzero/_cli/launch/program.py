@@ -1,7 +1,7 @@
 """Runs a Python program, and ends the process without a barrier if it fails.
 
-A program of its own, on the standard library only: `_program.py script.py ...`,
-`_program.py -m module ...` or `_program.py -c code ...`, as for the interpreter. The
+A program of its own, on the standard library only: `program.py script.py ...`,
+`program.py -m module ...` or `program.py -c code ...`, as for the interpreter. The
 interpreter's own way out would first wait for the other ranks, which may wait for
 this one: `jax.distributed` has a barrier there.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxzero.testing import _environment as environment
+from jaxzero._cli.launch import environment
 
 
 def ranks(count: int, **inherited: str) -> list[dict[str, str]]:

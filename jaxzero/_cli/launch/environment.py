@@ -1,4 +1,4 @@
-"""What a launcher tells its ranks through environment variables."""
+"""The environment of each rank: who it is, and its devices."""
 
 import os
 import re
@@ -6,14 +6,12 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
-COORDINATOR = "JAXZERO_COORDINATOR"
-NUM_PROCESSES = "JAXZERO_NUM_PROCESSES"
-PROCESS_ID = "JAXZERO_PROCESS_ID"
-LOCAL_DEVICE_IDS = "JAXZERO_LOCAL_DEVICE_IDS"
-"""Comma-separated numbers of the GPUs that a rank may use; unset on CPU."""
-
-SLURM_STEP_NUM_TASKS = "SLURM_STEP_NUM_TASKS"
-"""Set by `srun`; 1 in an interactive shell, whatever the size of its allocation."""
+from jaxzero._rank_variables import (
+    COORDINATOR,
+    LOCAL_DEVICE_IDS,
+    NUM_PROCESSES,
+    PROCESS_ID,
+)
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 

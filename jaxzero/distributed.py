@@ -1,30 +1,35 @@
-"""One call that joins the other ranks, whoever started them."""
+"""Several processes: join the other ranks, whoever started them.
+
+`python -m jaxzero launch -n 4 -- python train.py` runs a program as several ranks on
+one machine; `srun` runs it as several ranks of a cluster. Either way the program calls
+`initialize()` once, before its first use of a device.
+"""
 
 import os
 import sys
-from types import TracebackType
-from typing import Literal
+import types
+import typing
 
 import jax
 
-from jaxzero.testing import _environment as environment
+from jaxzero import _rank_variables as variables
 
 _HOW_TO_START = (
-    "Start it with `python -m jaxzero.testing.launch -n 4 -- COMMAND` on one machine, "
+    "Start it with `python -m jaxzero launch -n 4 -- COMMAND` on one machine, "
     "or with `srun COMMAND` on a cluster."
 )
 
 
-def started_by() -> Literal["launch", "slurm"] | None:
+def started_by() -> typing.Literal["launch", "slurm"] | None:
     """Says who started this process as one of several ranks.
 
     Returns:
-      `"launch"` for `python -m jaxzero.testing.launch`, `"slurm"` for `srun` with
+      `"launch"` for `python -m jaxzero launch`, `"slurm"` for `srun` with
       several tasks, None if it was started alone.
     """
-    if environment.PROCESS_ID in os.environ:
+    if variables.PROCESS_ID in os.environ:
         return "launch"
-    if int(os.environ.get(environment.SLURM_STEP_NUM_TASKS, "1")) > 1:
+    if int(os.environ.get(variables.SLURM_STEP_NUM_TASKS, "1")) > 1:
         return "slurm"
     return None
 
@@ -45,14 +50,14 @@ def initialize() -> None:
     if starter == "slurm":
         jax.distributed.initialize()
     else:
-        devices = os.environ.get(environment.LOCAL_DEVICE_IDS)
-        coordinator = _variable(environment.COORDINATOR)
+        devices = os.environ.get(variables.LOCAL_DEVICE_IDS)
+        coordinator = _variable(variables.COORDINATOR)
         jax.distributed.initialize(
             coordinator_address=coordinator,
             # All ranks are here; the default listens on all interfaces.
             coordinator_bind_address=coordinator,
-            num_processes=int(_variable(environment.NUM_PROCESSES)),
-            process_id=int(_variable(environment.PROCESS_ID)),
+            num_processes=int(_variable(variables.NUM_PROCESSES)),
+            process_id=int(_variable(variables.PROCESS_ID)),
             local_device_ids=[int(d) for d in devices.split(",")] if devices else None,
             initialization_timeout=60,
             shutdown_timeout_seconds=60,
@@ -81,13 +86,13 @@ def _variable(name: str) -> str:
     value = os.environ.get(name)
     if value is None:
         raise RuntimeError(
-            f"{environment.PROCESS_ID} is set but {name} is not. {_HOW_TO_START}"
+            f"{variables.PROCESS_ID} is set but {name} is not. {_HOW_TO_START}"
         )
     return value
 
 
 def _report_and_exit(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
 ) -> None:
     sys.__excepthook__(kind, error, trace)
     exit_on_failure(1)

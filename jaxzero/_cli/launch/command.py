@@ -1,4 +1,4 @@
-"""Starts a program as several ranks on this machine, under `jax.distributed`."""
+"""``python -m jaxzero launch``: a program as several ranks on this machine."""
 
 import argparse
 import contextlib
@@ -13,24 +13,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxzero._cli.arguments import Parser, UsageError, whole_number
-from jaxzero.testing import _environment as environment
-from jaxzero.testing._ranks import Outcome, Program, run
+from jaxzero._cli.launch import environment
+from jaxzero._cli.launch.ranks import Outcome, Program, run
 
-PROG = "python -m jaxzero.testing.launch"
+PROG = "python -m jaxzero launch"
 
 DESCRIPTION = """\
 Runs COMMAND as N processes on this machine, the ranks of one jax.distributed job.
 
-COMMAND joins the job with jaxzero.testing.initialize(). "python" and "pytest" mean
+COMMAND joins the job with jaxzero.distributed.initialize(). "python" and "pytest" mean
 those of this interpreter. All ranks end together: when all are done, when one fails
 or dies, when the time is up, or when this program is stopped.
 """
 
 EPILOG = f"""\
-The exit code is 0 if every rank ended with 0, else that of the first rank that
-failed (128 + the signal's number if it died by one), 124 if the time was up, 2 for
-a wrong option.
-
 examples:
   {PROG} -n 4 -- pytest tests/multihost
   {PROG} -n 2 --devices-per-process 4 -- python train.py
@@ -39,9 +35,12 @@ examples:
 With --platform cuda, rank r takes GPU r modulo the number of GPUs. Ranks that share
 a GPU talk through NCCL's network path: the values are those of a cluster, the speed
 is not. On a cluster, start COMMAND with srun instead; it need not know.
+
+exit codes: 0 every rank ended with 0; 2 wrong arguments; 124 the time was up; else that
+of the first rank that failed (128 + the signal's number if it died by one)
 """
 
-_PROGRAM = str(Path(__file__).with_name("_program.py"))
+_PROGRAM = str(Path(__file__).with_name("program.py"))
 _TIMED_OUT = 124
 _FAILED_LINES = 80
 _OVERDUE_LINES = 40
@@ -273,7 +272,3 @@ def _exit_code(outcome: Outcome) -> int:
     if outcome.stopped is not None:
         return 128 + outcome.stopped
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
