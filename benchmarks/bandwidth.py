@@ -1,6 +1,6 @@
 """Bus bandwidth of reductions: `python benchmarks/bandwidth.py [--out FOLDER]`.
 
-    python -m jaxzero.testing.launch -n 4 --platform cuda -- \
+    python -m jaxzero launch -n 4 --platform cuda -- \
         python benchmarks/bandwidth.py --out /tmp/found
 
 Gradients are in the dtype in which they travel. Each way returns shards in that dtype
@@ -19,11 +19,12 @@ import record
 import repeated
 
 from jaxzero import Policy
-from jaxzero._bench import rivals, trees
-from jaxzero._bench.per_rank import Way
-from jaxzero._bench.table import table
-from jaxzero._bench.trees import Tree
-from jaxzero.testing import initialize, started_by
+from jaxzero._cli.bench import rivals, trees
+from jaxzero._cli.bench.per_rank import Way
+from jaxzero._cli.bench.table import table
+from jaxzero._cli.bench.trees import Tree
+from jaxzero._cli.models import Llama
+from jaxzero.distributed import initialize, started_by
 
 FLAT = "one flat leaf"
 SUMS_IN_FLOAT32 = "jaxzero, float32 sums"
@@ -32,9 +33,10 @@ TREES = {
     "llama": functools.partial(trees.llama, layers=2),
     "small": trees.small,
 }
+TINY_LLAMA = Llama(layers=1, width=32, hidden=64, heads=4, kv_heads=1, vocabulary=1)
 TINY: dict[str, Tree] = {
     "gpt2": trees.layer(width=16),
-    "llama": trees.llama(layers=1, width=32, hidden=64, key_values=8),
+    "llama": trees.llama(model=TINY_LLAMA),
     "small": trees.small(leaves=5),
 }
 """For CPU devices: to see that all of it runs."""

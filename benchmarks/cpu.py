@@ -25,12 +25,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import jaxzero  # noqa: E402
 from jaxzero import _ffi  # noqa: E402
-from jaxzero._bench import limits, rivals, trees  # noqa: E402
-from jaxzero._bench.per_rank import AXIS, Way, jitted  # noqa: E402
-from jaxzero._bench.table import Row, table  # noqa: E402
-from jaxzero._bench.timing import interleaved_medians  # noqa: E402
-from jaxzero._bench.trees import Tree  # noqa: E402
-from jaxzero._bench.workload import Workload  # noqa: E402
+from jaxzero._cli.bench import limits, rivals, trees  # noqa: E402
+from jaxzero._cli.bench.per_rank import AXIS, Way, jitted  # noqa: E402
+from jaxzero._cli.bench.table import Row, table  # noqa: E402
+from jaxzero._cli.bench.timing import interleaved_medians  # noqa: E402
+from jaxzero._cli.bench.trees import Tree  # noqa: E402
+from jaxzero._cli.bench.workload import Workload  # noqa: E402
 
 DTYPE = "float32"
 OURS: Way = functools.partial(rivals.ours, jaxzero.Policy())

@@ -1,6 +1,6 @@
 """The reduce-scatter of PyTorch's FSDP2 on the same trees: `benchmarks/fsdp2.py`.
 
-    python -m jaxzero.testing.launch -n 4 --platform cuda -- \
+    python -m jaxzero launch -n 4 --platform cuda -- \
         python benchmarks/fsdp2.py --out /tmp/found
 
 A module whose parameters are the tree is sharded as one group; its backward pass only
@@ -23,9 +23,9 @@ import bandwidth
 import bus
 import record
 
-from jaxzero._bench.table import table
-from jaxzero._bench.trees import Tree
-from jaxzero.testing import _environment as environment
+from jaxzero._cli.bench.table import table
+from jaxzero._cli.bench.trees import Tree
+from jaxzero._cli.launch import environment
 
 FLAT = "torch, one flat tensor"
 Measure = Callable[[], float]

@@ -1,7 +1,7 @@
 """GPU benchmarks: `python benchmarks/gpu.py [--save]`, alone or on several ranks.
 
     python benchmarks/gpu.py
-    python -m jaxzero.testing.launch -n 4 --platform cuda -- python benchmarks/gpu.py
+    python -m jaxzero launch -n 4 --platform cuda -- python benchmarks/gpu.py
 
 One rank measures local work against the bandwidth of a device copy; several measure
 reductions against what a JAX user would write. All do the same work: sum bfloat16
@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import record
 
 from jaxzero import Policy
-from jaxzero._bench import rivals, trees
-from jaxzero._bench.limits import flat_call
-from jaxzero._bench.per_rank import Arrays, Way
-from jaxzero._bench.table import Row, table
-from jaxzero._bench.timing import Call, interleaved_medians
-from jaxzero._bench.trees import Tree
-from jaxzero._bench.workload import Workload
-from jaxzero.testing import initialize, started_by
+from jaxzero._cli.bench import rivals, trees
+from jaxzero._cli.bench.limits import flat_call
+from jaxzero._cli.bench.per_rank import Arrays, Way
+from jaxzero._cli.bench.table import Row, table
+from jaxzero._cli.bench.timing import Call, interleaved_medians
+from jaxzero._cli.bench.trees import Tree
+from jaxzero._cli.bench.workload import Workload
+from jaxzero.distributed import initialize, started_by
 
 WIRE = None
 """All ways send gradients in their own dtype."""
@@ -34,7 +34,7 @@ WIRE = None
 
 def large() -> Tree:
     """Returns 221 leaves with 1.27e9 parameters."""
-    return trees.gpt2(layers=18, width=2304, vocab=50257) | {"head": (2304, 3000)}
+    return trees.gpt2(layers=18, width=2304) | {"head": (2304, 3000)}
 
 
 def copy_bandwidth(numel: int = 1 << 30) -> float:

@@ -30,7 +30,7 @@ limited() {
 launch() {
   local ranks=$1
   shift
-  python3 -m jaxzero.testing.launch -n "$ranks" --platform cuda --timeout 400 -- "$@"
+  python3 -m jaxzero launch -n "$ranks" --platform cuda --timeout 400 -- "$@"
 }
 export -f launch
 

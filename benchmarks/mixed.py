@@ -1,6 +1,6 @@
 """Many steps that mix collectives: `python benchmarks/mixed.py [--steps 2000]`.
 
-    python -m jaxzero.testing.launch -n 4 --platform cuda -- \
+    python -m jaxzero launch -n 4 --platform cuda -- \
         python benchmarks/mixed.py --out /tmp/found
 
 On a mesh of 2 replicas, in random order and without waiting: reductions over one axis,
@@ -27,8 +27,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxzero
 from jaxzero import Policy
-from jaxzero._bench.table import table
-from jaxzero.testing import initialize, started_by
+from jaxzero._cli.bench.table import table
+from jaxzero.distributed import initialize, started_by
 
 BOTH = ("replica", "data")
 SPEC = PartitionSpec(BOTH)

@@ -68,7 +68,7 @@ if [ -n "$DRY" ]; then
   PLATFORM=cpu MIXED_STEPS=40 RANKS=${RANKS:-2}
   export XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=$RANKS"
 else
-  GPUS=$(python3 -c 'from jaxzero.testing import _environment as environment
+  GPUS=$(python3 -c 'from jaxzero._cli.launch import environment
 print(environment.count_gpus())')
   [ "${GPUS:-0}" -gt 0 ] || refuse "no GPU is found; DRY=1 needs none"
   RANKS=${RANKS:-$GPUS}
@@ -120,7 +120,7 @@ before_grace() {
 ranks() {
   local name=$1 limit=$2
   shift 2
-  limited "$name" "$limit" python3 -m jaxzero.testing.launch -n "$RANKS" \
+  limited "$name" "$limit" python3 -m jaxzero launch -n "$RANKS" \
     --platform "$PLATFORM" --timeout "$(before_grace "$limit")" \
     --log-dir "$OUT/logs/$name" -- "$@"
 }

@@ -1,7 +1,7 @@
 r"""How much communication a training step hides: `python benchmarks/overlap.py`.
 
     python benchmarks/overlap.py [--save] [--trace FOLDER]
-    python -m jaxzero.testing.launch -n 2 --platform cuda -- \
+    python -m jaxzero launch -n 2 --platform cuda -- \
         python benchmarks/overlap.py
 
 A step of layers of four matrix products: parameters are gathered in bfloat16 layer by
@@ -29,9 +29,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxzero
 from jaxzero import Policy
-from jaxzero._bench.table import Row
-from jaxzero._bench.table import table as as_text
-from jaxzero.testing import initialize, started_by
+from jaxzero._cli.bench.table import Row
+from jaxzero._cli.bench.table import table as as_text
+from jaxzero.distributed import initialize, started_by
 
 AXIS = "data"
 LAYOUTS = ("listed", "stacked")

@@ -5,8 +5,8 @@ import pathlib
 import subprocess
 from typing import Any
 
-from jaxzero._bench.environment import environment
-from jaxzero._bench.table import Row
+from jaxzero._cli.bench.environment import environment
+from jaxzero._cli.bench.table import Row
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 

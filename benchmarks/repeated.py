@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxzero._bench.per_rank import AXIS, Arrays, Way, jitted
-from jaxzero._bench.timing import Call, interleaved_medians
-from jaxzero._bench.workload import Workload
+from jaxzero._cli.bench.per_rank import AXIS, Arrays, Way, jitted
+from jaxzero._cli.bench.timing import Call, interleaved_medians
+from jaxzero._cli.bench.workload import Workload
 
 THREADS = 11
 

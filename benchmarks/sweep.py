@@ -1,6 +1,6 @@
 """Best `bucket_bytes` and `direct_bytes`: `python benchmarks/sweep.py --out FOLDER`.
 
-    python -m jaxzero.testing.launch -n 4 --platform cuda -- \
+    python -m jaxzero launch -n 4 --platform cuda -- \
         python benchmarks/sweep.py --out /tmp/found
 
 Each is varied around the transport's default while the other keeps it. bfloat16
@@ -23,11 +23,11 @@ import repeated
 from matplotlib.figure import Figure
 
 from jaxzero import Policy
-from jaxzero._bench import rivals
-from jaxzero._bench.per_rank import Way
-from jaxzero._bench.table import table
+from jaxzero._cli.bench import rivals
+from jaxzero._cli.bench.per_rank import Way
+from jaxzero._cli.bench.table import table
 from jaxzero._transports import GPU
-from jaxzero.testing import initialize, started_by
+from jaxzero.distributed import initialize, started_by
 
 DEFAULTS = {
     "bucket_bytes": GPU.limits.bucket_bytes,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from bus import Row
 
-from jaxzero._bench.table import table
+from jaxzero._cli.bench.table import table
 
 NATIVE = ("per leaf", "one group", "concatenated")
 OF_FLAT = 0.95

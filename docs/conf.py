@@ -14,9 +14,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "myst_parser",
+    "myst_nb",
     "command_help",
-    "folder_links",
     "public_names",
     "signatures",
 ]
@@ -38,7 +37,8 @@ napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
-myst_heading_anchors = 2  # links from the README to parts of the build guide
+myst_heading_anchors = 2  # links to parts of a page
+nb_execution_mode = "off"  # notebooks are committed with their outputs
 
 html_theme = "furo"
 html_title = f"{project} {version}"

@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
+from jaxzero import _interrupt as _interrupt  # first, before JAX is imported
 from jaxzero._apply_layers import apply_layers as apply_layers
 from jaxzero._collectives.gather_params import gather_params as gather_params
 from jaxzero._collectives.make_plan import make_plan as make_plan

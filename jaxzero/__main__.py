@@ -7,10 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jaxzero import _interrupt
+
 COMMANDS = {
     "bench": "time it here against what you would write without it",
     "demo": "train a small transformer with everything sharded, on CPU devices",
     "doctor": "say what is installed, what works, and how to fix the rest",
+    "launch": "run a program as several ranks on this machine",
     "plan": "show buckets and memory of a known model, without a device",
 }
 
@@ -70,7 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     if name in NEED_NATIVE_MODULE and not is_help and not _has_native_module():
         print(NO_NATIVE_MODULE, file=sys.stderr)
         return 2
-    command = importlib.import_module(f"jaxzero._cli.{name}")
+    command = importlib.import_module(f"jaxzero._cli.{name}.command")
+    _interrupt.raise_again()
     exit_code: int = command.main(rest)
     return exit_code
 
@@ -123,4 +127,4 @@ def _help() -> str:
 if __name__ == "__main__":
     exit_code = run(sys.argv[1:])
     # The usual exit waits for other ranks, and XLA aborts in it if work still runs.
-    importlib.import_module("jaxzero.testing").exit_on_failure(exit_code)
+    importlib.import_module("jaxzero.distributed").exit_on_failure(exit_code)

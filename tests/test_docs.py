@@ -13,7 +13,8 @@ import pytest
 from jaxzero.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "BUILD.md"]
+PAGES = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = ["README.md", "BUILD.md", *PAGES]
 PYTHON_BLOCKS = [
     pytest.param(block, id=f"{name}-{number}")
     for name in DOCUMENTS
@@ -50,8 +51,18 @@ def test_an_example_prints_what_its_comment_says(block: str) -> None:
     assert run("-c", block).splitlines() == promised
 
 
-def test_readme_has_an_example() -> None:
-    assert any("README" in str(block.id) for block in PYTHON_BLOCKS)
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_a_first_page_has_an_example(name: str) -> None:
+    assert any(name in str(block.id) for block in PYTHON_BLOCKS)
+
+
+def test_the_readme_begins_with_two_lines_of_its_example() -> None:
+    readme = (ROOT / "README.md").read_text()
+    first = re.findall(r"```\n(.*?)```", readme.partition("```python")[0], re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (lines,) = first
+    assert len(lines.splitlines()) == 2
+    assert all(line in example for line in lines.splitlines())
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -69,8 +80,10 @@ def test_files_that_a_document_names_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     links = re.findall(r"\]\(([^)#:]+)\)", text)
     scripts = re.findall(r"`(benchmarks/[\w./]+|\.ci/\w+)", text)
-    for path in links + scripts:
+    for path in scripts:
         assert (ROOT / path).exists(), path
+    for path in links:
+        assert ((ROOT / name).parent / path).exists(), path
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
@@ -85,7 +98,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 220
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

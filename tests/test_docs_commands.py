@@ -38,7 +38,7 @@ case "$*" in
   "-m venv"*) ;;
   "-m pytest -n 2") exec {sys.executable} "$@" tests/test_cut.py ;;
   "-m jaxzero demo")
-    exec {sys.executable} "$@" --steps 2 --batch 8 --microbatches 1 --blocks 1 \\
+    exec {sys.executable} "$@" --steps 2 --batch 8 --accumulate 1 --blocks 1 \\
       --length 8 ;;
   *) exec {sys.executable} "$@" ;;
 esac
@@ -93,7 +93,7 @@ def clone(tmp_path: Path) -> Path:
     }.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    guide = (ROOT / "BUILD.md").read_text()
+    guide = (ROOT / "docs/clusters.md").read_text()
     (program,) = re.findall(r"```python\n(# train\.py\n.*?)```", guide, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
     return tmp_path

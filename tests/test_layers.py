@@ -15,6 +15,7 @@ SOURCES = ROOT / "cc"
 # Python: a file imports only files above it, and exactly these other packages.
 
 LAYERS: dict[str, set[str]] = {
+    "_interrupt": set(),
     "_dtypes": {"ml_dtypes", "numpy"},
     "_numbers": set(),
     "_policy": set(),
@@ -85,33 +86,71 @@ LAYERS: dict[str, set[str]] = {
     "_memory.estimate": {"jax"},
     "_memory": set(),
     "": set(),
+    "_rank_variables": set(),
+    "distributed": {"jax"},
 }
 """The library, from the bottom to `jaxzero` itself."""
 
-BENCH = {
-    "_bench": set(),
-    "_bench.trees": set(),
-    "_bench.table": set(),
-    "_bench.environment": {"jax"},
-    "_bench.timing": {"jax"},
-    "_bench.per_rank": {"jax"},
-    "_bench.rivals": {"jax"},
-    "_bench.workload": {"jax", "numpy"},
-    "_bench.check": {"jax", "numpy"},
-    "_bench.limits": {"jax", "numpy"},
-    "_bench.memory": {"jax"},
-    "_bench.comparison": {"jax"},
-}
-"""What measures the library, from the bottom; beside this it uses `jaxzero` only."""
 
 COMMANDS = {
-    "bench": {"_bench.comparison", "_bench.environment", "_bench.memory"},
-    "bench_devices": {"testing"},
-    "bench_options": {"_bench.comparison", "_bench.trees"},
-    "bench_report": {"_bench.comparison", "_bench.environment", "_bench.table"},
-    "doctor_install": {"_ffi", "_transports"},
+    "arguments": {"_typeshed"},
+    "models": {"jax"},
+    "free_memory": set(),
+    "bench": set(),
+    "bench.trees": {"jax"},
+    "bench.table": set(),
+    "bench.environment": {"jax"},
+    "bench.timing": {"jax"},
+    "bench.per_rank": {"jax"},
+    "bench.rivals": {"jax"},
+    "bench.workload": {"jax", "numpy"},
+    "bench.check": {"jax", "numpy"},
+    "bench.limits": {"jax", "numpy"},
+    "bench.memory": {"jax"},
+    "bench.comparison": {"jax"},
+    "doctor": set(),
+    "doctor.fact": set(),
+    "doctor.limit": set(),
+    "doctor.libnccl": set(),
+    "doctor.install": {"numpy"},
+    "doctor.machine": {"jax"},
+    "doctor.collectives": {"jax", "numpy"},
+    "doctor.self_test": {"jax", "numpy"},
+    "doctor.command": set(),
+    "bench.devices": {"jax"},
+    "bench.options": {"jax"},
+    "bench.report": set(),
+    "bench.command": {"jax"},
+    "launch": set(),
+    "launch.watchdog": set(),
+    "launch.program": set(),
+    "launch.ranks": set(),
+    "launch.environment": set(),
+    "launch.command": set(),
+    "plan": set(),
+    "plan.command": {"jax"},
+    "demo": set(),
+    "demo.model": {"jax"},
+    "demo.text": {"numpy"},
+    "demo.check": set(),
+    "demo.options": set(),
+    "demo.needs": {"jax"},
+    "demo.progress": set(),
+    "demo.memory": {"jax", "optax"},
+    "demo.training": {"jax", "optax"},
+    "demo.result": {"jax"},
+    "demo.plot": {"matplotlib", "numpy"},
+    "demo.run": {"jax", "optax"},
+    "demo.command": {"jax"},
+    "": set(),
 }
-"""What a command may use beside commands and `jaxzero`."""
+"""The commands, from the bottom; beside these files they use public names only."""
+
+PRIVATE = {
+    "launch.environment": {"_rank_variables"},
+    "doctor.install": {"_ffi", "_transports"},
+}
+"""What else a command may use: `doctor` looks at parts of the library."""
 
 UNSTABLE = re.compile(
     r"get_abstract_mesh|ManualAxisType|manual_axis_type|\.mat\b|\.vma\b|pcast\b"
@@ -161,7 +200,7 @@ def internal(target: str) -> str | None:
 
 
 def in_library(name: str) -> bool:
-    return not name.startswith(("_bench", "_cli", "testing", "__main__"))
+    return not name.startswith(("_cli", "__main__"))
 
 
 def test_table_lists_every_file_of_the_library():
@@ -180,7 +219,7 @@ def test_library_file_imports_only_files_above_it(name):
 
 
 def test_every_exception_is_needed():
-    for command, private in COMMANDS.items():
+    for command, private in PRIVATE.items():
         used = {target[1:] for target in imports(f"_cli.{command}")}
         assert private <= used
 
@@ -191,49 +230,35 @@ def test_library_file_imports_exactly_the_packages_of_the_table(name):
     assert found == LAYERS[name]
 
 
-def test_table_lists_every_file_that_measures():
-    assert set(BENCH) == {name for name in MODULES if name.startswith("_bench")}
+def below_commands(name: str) -> str | None:
+    """Returns a module's name in `COMMANDS`, or None."""
+    return name.removeprefix("_cli").removeprefix(".") if name[:4] == "_cli" else None
 
 
-@pytest.mark.parametrize("name", BENCH)
-def test_what_measures_uses_the_public_library_and_files_above(name):
-    order = list(BENCH)
+def test_table_lists_every_file_of_the_commands():
+    assert set(COMMANDS) == {below_commands(name) for name in MODULES} - {None}
+
+
+@pytest.mark.parametrize("name", COMMANDS, ids=lambda name: name or "_cli")
+def test_command_imports_public_names_and_files_above_it(name):
+    order = list(COMMANDS)
     packages = set()
-    for target in imports(name):
-        if target.startswith("._bench"):
-            above = order.index(target[1:]) < order.index(name)
-            assert above, f"{name} imports {target}"
-        elif target.startswith("."):
-            assert target == ".", f"{name} imports {target}"
-        else:
+    for target in imports(f"_cli.{name}".rstrip(".")):
+        if not target.startswith("."):
             packages.add(target)
-    assert packages == BENCH[name]
-
-
-COMMAND_FILES = [name for name in MODULES if name.startswith("_cli.")]
-
-
-@pytest.mark.parametrize("name", COMMAND_FILES)
-def test_command_uses_the_public_library(name):
-    allowed = COMMANDS.get(name.removeprefix("_cli."), set())
-    for target in imports(name):
-        own = target.startswith("._cli")
-        assert (
-            own or target == "." or target[1:] in allowed or not target.startswith(".")
-        ), f"{name} imports {target}"
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if "testing" in name])
-def test_launcher_does_not_need_the_library(name):
-    """It starts processes before JAX is set up, so it imports little."""
-    for target in imports(name):
-        assert target in {"jax", "._cli.arguments"} or target.startswith(".testing"), (
-            f"{name} imports {target}"
-        )
+            continue
+        own = below_commands(target[1:])
+        if own is None:
+            assert target[1:] in {"", "distributed", *PRIVATE.get(name, ())}, (
+                f"{name}: {target}"
+            )
+        else:
+            assert order.index(own) < order.index(name), f"{name} imports {own}"
+    assert packages == COMMANDS[name]
 
 
 def test_program_imports_a_command_only_when_it_is_asked_for():
-    assert not set(imports("__main__"))
+    assert set(imports("__main__")) == {("._interrupt", False)}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if in_library(name)])

@@ -1,4 +1,7 @@
-"""The pages of docs/ name all that is public, once, and their examples run."""
+"""The pages of docs/ name all that is public, once, and their examples run.
+
+Those of the pages in Markdown run in tests/test_docs.py.
+"""
 
 import importlib
 import inspect
@@ -13,13 +16,12 @@ from typing import Any
 import pytest
 
 import jaxzero
-import jaxzero.testing
+import jaxzero.distributed
 from jaxzero.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.rst")])
 DIRECTIVE = re.compile(r"^\.\. (?:py:data|auto\w+):: ([\w.]+)", re.MULTILINE)
-BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 RST_BLOCK = re.compile(
     r"^( *)\.\. code-block:: python\n\n((?:\1   .*\n|\n)+)", re.MULTILINE
 )
@@ -45,11 +47,9 @@ def python_blocks() -> list[Any]:
     return [
         pytest.param(block, id=f"{page.stem}-{number}")
         for page in PAGES
+        if page.suffix == ".rst"
         for number, block in enumerate(
-            [
-                *BLOCK.findall(page.read_text()),
-                *(textwrap.dedent(b) for _, b in RST_BLOCK.findall(page.read_text())),
-            ]
+            textwrap.dedent(block) for _, block in RST_BLOCK.findall(page.read_text())
         )
     ]
 
@@ -69,7 +69,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("name", public(jaxzero) + public(jaxzero.testing))
+@pytest.mark.parametrize("name", public(jaxzero) + public(jaxzero.distributed))
 def test_a_public_name_is_described_once(name: str) -> None:
     assert described().count(name) == 1
 
@@ -77,9 +77,14 @@ def test_a_public_name_is_described_once(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(described())))
 def test_a_described_name_exists(name: str) -> None:
     module, _, last = name.rpartition(".")
-    if module == "jaxzero" and last == "testing":
+    if module == "jaxzero" and last == "distributed":
         return
     assert hasattr(importlib.import_module(module), last)
+
+
+def test_a_described_name_is_public() -> None:
+    private = [name for name in described() if "._" in name]
+    assert not private
 
 
 @pytest.mark.parametrize("block", python_blocks())
@@ -115,7 +120,7 @@ def test_every_document_is_a_page() -> None:
 
 @pytest.mark.slow
 def test_the_reference_is_made_without_a_warning(tmp_path: Path) -> None:
-    for package in ("sphinx", "furo", "myst_parser"):
+    for package in ("sphinx", "furo", "myst_nb"):
         pytest.importorskip(package)
     doctrees, pages = tmp_path / "doctrees", tmp_path / "html"
     run("-m", "sphinx", "-q", "-W", "-d", f"{doctrees}", "docs", f"{pages}")

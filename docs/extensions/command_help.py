@@ -15,7 +15,6 @@ from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
 import jaxzero.__main__
-from jaxzero.testing import launch
 
 COLUMNS = "80"
 
@@ -36,7 +35,6 @@ class CommandHelp(Directive):
                 self._section(f"python -m jaxzero {name}", program, name)
                 for name in jaxzero.__main__.COMMANDS
             ),
-            self._section(launch.PROG, launch.main),
         ]
 
     def _section(self, title: str, main: Main, *arguments: str) -> nodes.section:

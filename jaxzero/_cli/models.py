@@ -89,6 +89,8 @@ def _llama3(**sizes: Any) -> Llama:
     return Llama(kv_heads=8, vocabulary=128256, **sizes)
 
 
+LLAMA_8B = _llama3(layers=32, width=4096, hidden=14336, heads=32)
+
 MODELS: Mapping[str, Callable[[], Params]] = {
     "gpt2": Gpt2(layers=12, width=768).params,
     "gpt2-medium": Gpt2(layers=24, width=1024).params,
@@ -97,7 +99,7 @@ MODELS: Mapping[str, Callable[[], Params]] = {
     "llama-3.2-1b": _llama3(
         layers=16, width=2048, hidden=8192, heads=32, tied=True
     ).params,
-    "llama-8b": _llama3(layers=32, width=4096, hidden=14336, heads=32).params,
+    "llama-8b": LLAMA_8B.params,
     "llama-70b": _llama3(layers=80, width=8192, hidden=28672, heads=64).params,
     "mistral-7b": Llama(
         layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=32000

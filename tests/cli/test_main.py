@@ -38,12 +38,13 @@ def test_help_ends_with_examples_that_parse_and_exit_codes(
     head, _, tail = text.partition("\nexamples:\n")
     examples = re.findall(r"python -m jaxzero (\w+)", tail)
     assert examples
-    assert set(examples) <= ({command} if command else set(COMMANDS))
+    # The launcher starts other commands too.
+    assert set(examples) <= ({command, "launch"} if command else set(COMMANDS))
     assert re.search(r"\n\nexit codes: 0 .+; 2 wrong arguments", tail)
     known = set(re.findall(r"--[a-z-]+", head))
     if command:
         # Options of the launcher and of srun stand before the command.
-        used = re.findall(r"python -m jaxzero \w+(.*)", tail)
+        used = re.findall(rf"python -m jaxzero {command}(.*)", tail)
         assert set(re.findall(r"--[a-z-]+", " ".join(used))) <= known
 
 
@@ -70,7 +71,7 @@ def interrupted(*arguments: Any) -> int:
 def test_an_interrupt_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("jaxzero._cli.plan.main", interrupted)
+    monkeypatch.setattr("jaxzero._cli.plan.command.main", interrupted)
     assert run(["plan"]) == 130
     assert capsys.readouterr().err == "\nstopped\n"
 
@@ -79,7 +80,7 @@ def test_errors_of_a_command_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> 
     def missing(*arguments: Any) -> int:
         raise FileNotFoundError(errno.ENOENT, "missing")
 
-    monkeypatch.setattr("jaxzero._cli.plan.main", missing)
+    monkeypatch.setattr("jaxzero._cli.plan.command.main", missing)
     with pytest.raises(FileNotFoundError):
         run(["plan"])
 
@@ -104,6 +105,48 @@ def test_an_interrupt_while_devices_work_ends_with_its_code() -> None:
         demo.kill()
     assert demo.returncode == 130, after
     assert after.endswith("\nstopped\n") and "Traceback" not in after
+
+
+@pytest.mark.parametrize("module", ["jax", "optax"])
+def test_an_interrupt_during_an_import_ends_without_a_traceback(
+    module: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{module}.py").write_text(
+        "import time\n"
+        "print('importing', flush=True)\n"
+        "try:\n"
+        "    time.sleep(60)\n"
+        "except BaseException as error:  # as packages with native code do\n"
+        "    raise ImportError('broken') from error\n"
+        if module == "jax"
+        else "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    )
+    command = subprocess.Popen(
+        ["env", "--default-signal=INT", sys.executable, "-m", "jaxzero", "demo"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert command.stdout is not None
+    try:
+        assert command.stdout.readline() == "importing\n"
+        command.send_signal(signal.SIGINT)
+        after, _ = command.communicate(timeout=30)
+    finally:
+        command.kill()
+    assert (command.returncode, after) == (130, "\nstopped\n")
+
+
+def test_importing_jaxzero_leaves_interrupts_alone() -> None:
+    program = (
+        "import signal, jaxzero;"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
+    heeding = ["env", "--default-signal=INT", sys.executable, "-c", program]
+    done = subprocess.run(heeding, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 PLAN = ("plan", "--model", "gpt2")

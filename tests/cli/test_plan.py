@@ -75,6 +75,17 @@ def test_options_reach_policy_and_estimate(capsys: pytest.CaptureFixture[str]) -
     assert total < plain["memory"]["sharded"]["total"]
 
 
+def test_no_overlap_keeps_one_layer_fewer(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--model", "llama-8b")
+    on, off = summary(capsys, *model), summary(capsys, *model, "--no-overlap")
+    assert (on["overlap"], off["overlap"]) == (True, False)
+    gathered = [found["memory"]["sharded"]["gathered"] for found in (on, off)]
+    assert gathered[1] < gathered[0]
+    text = output(capsys, *model, "--no-overlap")
+    assert text.splitlines()[0].endswith("over 8 devices, overlap=False")
+    assert "overlap" not in output(capsys, *model).splitlines()[0]
+
+
 @pytest.mark.parametrize("more", [[], ["--no-layers"]], ids=str)
 def test_the_largest_model_takes_seconds(
     capsys: pytest.CaptureFixture[str], more: list[str]

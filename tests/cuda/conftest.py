@@ -3,7 +3,7 @@
 Those marked `gpu` need a device. Alone they run on one rank; to run them on several,
 also of one GPU:
 
-    python -m jaxzero.testing.launch -n 4 --platform cuda -- pytest tests/cuda -m gpu
+    python -m jaxzero launch -n 4 --platform cuda -- pytest tests/cuda -m gpu
 
 The others compile for a GPU that need not be there.
 """
@@ -12,7 +12,7 @@ import jax
 import pytest
 from multihost.spmd import Spmd
 
-from jaxzero.testing import exit_on_failure, initialize, started_by
+from jaxzero.distributed import exit_on_failure, initialize, started_by
 
 _STATUS = pytest.StashKey[int]()
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxzero
-from jaxzero.testing import initialize
+from jaxzero.distributed import initialize
 
 initialize()
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench.tiny import TREE
+from cli.bench.tiny import TREE
 from cuda import h200
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxzero import Policy
-from jaxzero._bench import rivals
-from jaxzero._bench.per_rank import AXIS, jitted
+from jaxzero._cli.bench import rivals
+from jaxzero._cli.bench.per_rank import AXIS, jitted
 
 h200.skip_unless_compiler()
 

@@ -1,6 +1,6 @@
 """Tests that every rank of a `jax.distributed` job runs alike.
 
-Started with `python -m jaxzero.testing.launch -n 4 -- pytest tests/multihost` on one
+Started with `python -m jaxzero launch -n 4 -- pytest tests/multihost` on one
 machine or `srun pytest tests/multihost` on a cluster; otherwise all are skipped. Each
 rank runs every test, in the same order, and checks what its own devices hold.
 
@@ -14,7 +14,7 @@ import jax
 import pytest
 from multihost.spmd import Spmd
 
-from jaxzero.testing import exit_on_failure, initialize, started_by
+from jaxzero.distributed import exit_on_failure, initialize, started_by
 
 _STATUS = pytest.StashKey[int]()
 
@@ -43,9 +43,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def joined() -> None:
     """Joins the other ranks, or skips."""
     if started_by() is None:
-        pytest.skip(
-            "needs several processes: python -m jaxzero.testing.launch, or srun"
-        )
+        pytest.skip("needs several processes: python -m jaxzero launch, or srun")
     initialize()
 
 

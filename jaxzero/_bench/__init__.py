@@ -1,1 +1,0 @@
-"""What `python -m jaxzero bench` and the programs of `benchmarks/` share."""

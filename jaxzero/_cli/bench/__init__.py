@@ -1,0 +1,1 @@
+"""`python -m jaxzero bench`; programs of `benchmarks/` use its parts too."""

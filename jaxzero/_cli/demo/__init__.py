@@ -1,0 +1,1 @@
+"""`python -m jaxzero demo`."""
