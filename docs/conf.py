@@ -1,7 +1,10 @@
 """How Sphinx makes the reference: python -m sphinx -W -b html docs build/docs."""
 
+import shutil
 import sys
 from pathlib import Path
+
+from sphinx.application import Sphinx
 
 import jaxzero
 
@@ -46,3 +49,21 @@ html_domain_indices = False
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
+
+# project/ has the files of the repository's root under their names, so that links
+# between them hold.
+_HERE = Path(__file__).parent
+shutil.copytree(
+    _HERE.parent / "notebooks", _HERE / "project/notebooks", dirs_exist_ok=True
+)
+
+
+def _link_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Makes links to docs/ hold, which is no folder of project/."""
+    if page.startswith("project/notebooks/"):
+        source[0] = source[0].replace("](../docs/", "](../../")
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.connect("source-read", _link_to_pages)

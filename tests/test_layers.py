@@ -258,7 +258,7 @@ def test_command_imports_public_names_and_files_above_it(name):
 
 
 def test_program_imports_a_command_only_when_it_is_asked_for():
-    assert set(imports("__main__")) == {("._interrupt", False)}
+    assert set(imports("__main__")) == {"._interrupt"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if in_library(name)])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs/notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 400_000
 MOST_BYTES_OF_PICTURE = 80_000
 LONGEST_SECONDS = 180  # of one cell
