@@ -146,6 +146,13 @@ def _leaves_like(tree: PyTree, places: PyTree) -> list[Any]:
                 f"import_state: leaf {_path(keys)} has shape {np.shape(value)}; "
                 f"expected {place.shape}. {_FIX}, in true shapes."
             )
+        found_dtype = jnp.result_type(value)
+        if not _holds(place.dtype, found_dtype):
+            raise ValueError(
+                f"import_state: leaf {_path(keys)} has dtype {found_dtype}; expected "
+                f"{place.dtype}, which would drop what is no number of its kind. "
+                f"{_FIX}."
+            )
         values.append(value)
     for keys, _ in found.values():
         raise ValueError(
@@ -153,6 +160,13 @@ def _leaves_like(tree: PyTree, places: PyTree) -> list[Any]:
             f"{_FIX}."
         )
     return values
+
+
+def _holds(wanted: Any, found: Any) -> bool:
+    """Says whether a dtype has the imaginary parts and fractions of another."""
+    if jnp.issubdtype(found, jnp.complexfloating):
+        return jnp.issubdtype(wanted, jnp.complexfloating)
+    return jnp.issubdtype(wanted, jnp.inexact) or not jnp.issubdtype(found, jnp.inexact)
 
 
 def _names(keys: Any) -> tuple[str, ...]:
