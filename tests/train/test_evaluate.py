@@ -144,6 +144,27 @@ def test_a_loss_function_that_returns_something_else_is_refused(
         zero.evaluate(state, np.ones(4, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(2j, "complex"), (jax.random.key, "key<fry>"), ("mean", "str")],
+    ids=["complex", "key", "text"],
+)
+def test_an_auxiliary_result_that_is_not_real_is_refused(
+    make_mesh: MakeMesh, value: Any, dtype: str
+) -> None:
+    """The imaginary part would be dropped."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        found = value(0) if callable(value) else value
+        return jnp.mean(batch) * params["w"][0], {"found": found}
+
+    zero = zero3(loss, optax.sgd(0.1), make_mesh(2), has_aux=True)
+    state = zero.init({"w": np.ones(4, np.float32)})
+    for call in (zero.step, zero.evaluate):
+        with pytest.raises(TypeError, match=rf"aux leaf \['found'\] .*{dtype}"):
+            call(state, np.ones(4, np.float32))
+
+
 def test_a_raw_random_key_is_explained(make_mesh: MakeMesh) -> None:
     zero = zero3(lambda p, b: jnp.sum(p["w"]), optax.sgd(0.1), make_mesh(4))
     state = zero.init({"w": np.ones(4, np.float32)})
@@ -205,6 +226,27 @@ def test_a_batch_of_any_number_of_examples(
         np.testing.assert_allclose(
             found[1]["turned"], np.float64(batch["x"])[:, 1].mean() * 15, rtol=1e-5
         )
+
+
+def test_examples_left_over_go_through_a_loop(make_mesh: MakeMesh) -> None:
+    """All devices have them, but the loop's carry is each device's own."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def turn(hidden: jax.Array, w: jax.Array) -> Any:
+            return jnp.tanh(hidden @ w), None
+
+        return jnp.mean(jax.lax.scan(turn, x, params["w"])[0])
+
+    zero = zero3(loss, optax.sgd(0.1), make_mesh(4))
+    random = np.random.default_rng(0)
+    w = random.normal(size=(3, 4, 4)).astype(np.float32)
+    state = zero.init({"w": w})
+    for count in (1, 3, 6):
+        hidden = x = random.normal(size=(count, 4)).astype(np.float32)
+        for layer in np.float64(w):
+            hidden = np.tanh(hidden @ layer)
+        found = zero.evaluate(state, x, uneven=True)
+        np.testing.assert_allclose(found, hidden.mean(), rtol=1e-5)
 
 
 def test_an_uneven_batch_that_has_no_mean_is_refused(make_mesh: MakeMesh) -> None:
