@@ -17,6 +17,8 @@ from jaxzero._stats import Stats
 from jaxzero._train.layout import Layout
 from jaxzero._train.options import StepOptions
 from jaxzero._tree import PyTree
+from jaxzero._units.loss import UnitLoss
+from jaxzero._units.parameters import Parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +57,19 @@ class Gradients:
         leaves = self.layout.leaves
         self.cuts = self.layout.resident([leaf.option for leaf in leaves])
         likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        # All microbatches see the same parameters: one gather serves the step.
-        self.full = gather_params(
-            self.layout.resident(shards),
-            self.layout.resident(likes),
-            options.names,
-            policy=options.policy,
-            cuts=self.cuts,
-            replicate_axis=options.replicate_axis,
-        )
+        # Full gradients that are kept, and layers that the program names, leave
+        # nothing for units.
+        self.in_units = options.sync != "last" and not self.layout.groups
+        if not self.in_units:
+            # All microbatches see the same parameters: one gather serves the step.
+            self.full = gather_params(
+                self.layout.resident(shards),
+                self.layout.resident(likes),
+                options.names,
+                policy=options.policy,
+                cuts=self.cuts,
+                replicate_axis=options.replicate_axis,
+            )
         if options.sync == "replicas_last":
             # Else the sum over replicas would be part of every backward pass.
             shards = [axis.lift(shard, options.replicate) for shard in shards]
@@ -73,7 +79,9 @@ class Gradients:
     def of_batch(self, batch: PyTree) -> Summed:
         """Returns the reduced gradients of this device's part of a batch."""
         options = self.options
-        if options.accumulate == 1:
+        if self.in_units:
+            total = self._of_units(batch)
+        elif options.accumulate == 1:
             total = self._of_one(batch)
         elif options.sync == "last":
             total = self._of_several_kept_local(batch)
@@ -96,6 +104,9 @@ class Gradients:
 
         def of_one(part: PyTree) -> tuple[jax.Array, PyTree]:
             measured: tuple[jax.Array, PyTree]
+            if self.in_units:
+                _, measured = self._units(part).value(self.shards)
+                return measured
             _, measured = self._objective(self.full, self.groups, part)
             return measured
 
@@ -118,6 +129,33 @@ class Gradients:
         divided = jax.tree.map(self._divided, groups)
         return loss, aux, resident, divided
 
+    def _units(self, batch: PyTree) -> UnitLoss:
+        """Returns the loss of a batch as a function of parameters, cut into units."""
+        last = self.options.sync == "replicas_last"
+        return UnitLoss(
+            lambda full: self._measured(self.layout.unflatten(full), batch),
+            Parameters(
+                self.layout.leaves,
+                self.axis,
+                None if last else self.options.replicate_axis,
+                self._policy(),
+            ),
+        )
+
+    def _of_units(self, batch: PyTree) -> Summed:
+        """Reduces the gradients of each unit beside the next one."""
+
+        def of_one(sums: Any, part: PyTree) -> tuple[list[jax.Array], Any]:
+            (_, measured), grads = self._units(part).value_and_grad(self.shards, sums)
+            return grads, measured
+
+        if self.options.accumulate == 1:
+            grads, (loss, aux) = of_one([None] * len(self.shards), batch)
+        else:
+            grads, parts = self._scan(of_one, self._zeros(), batch)
+            loss, aux = jax.tree.map(lambda values: jnp.sum(values, 0), parts)
+        return Summed(grads=grads, loss=loss, aux=aux, stats=None)
+
     def _divided(self, grad: jax.Array) -> jax.Array:
         divisor = jnp.asarray(self.options.divisor, grad.real.dtype)
         return grad / divisor
@@ -125,7 +163,10 @@ class Gradients:
     def _objective(
         self, full: PyTree, groups: list[PyTree], batch: PyTree
     ) -> tuple[jax.Array, Any]:
-        params = self.layout.merge(full, self._nodes(groups))
+        return self._measured(self.layout.merge(full, self._nodes(groups)), batch)
+
+    def _measured(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, Any]:
+        """Returns what to differentiate, and loss and auxiliary results."""
         result = self.options.loss_fn(params, batch)
         loss, aux = _with_aux(result) if self.options.has_aux else (result, None)
         loss = _checked_loss(loss)
