@@ -49,6 +49,8 @@ LAYERS: dict[str, set[str]] = {
     "_units.residuals": {"jax"},
     "_units.parameters": {"jax"},
     "_units.schedule": {"jax"},
+    "_units.sliced": {"jax"},
+    "_units.scan": {"jax"},
     "_units.loss": {"jax"},
     "_units": set(),
     "_train.options": {"jax"},

@@ -1,6 +1,7 @@
 """make_layout: from parameters and options to their layout."""
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,6 +175,10 @@ def _leaf_layout(
     unit = shape[1:] if is_stacked else shape
     if callable(option):
         option = option(leaf.path, unit)
+    by_layers = len(unit) > 2 and unit[1] % group_size == 0
+    if option is None and by_layers and math.prod(unit) >= policy.min_shard_numel:
+        # A loss may scan over it: each layer has shards of its own.
+        option = 1
     cut = cut_leaf(option, leaf.path, unit, group_size, policy.min_shard_numel)
     return LeafLayout(
         keys=tuple(keys),

@@ -13,7 +13,9 @@ from jaxzero._units.find import Finder
 from jaxzero._units.inline import Program, evaluate, trace, variables
 from jaxzero._units.parameters import Parameters
 from jaxzero._units.residuals import Passes, two_passes
-from jaxzero._units.schedule import Bundle, Pending, Turns
+from jaxzero._units.scan import Scan
+from jaxzero._units.schedule import Bundle, Pending, Turns, tied
+from jaxzero._units.sliced import sliced_inputs
 from jaxzero._units.split import Unit, split
 
 UNITS = 16
@@ -47,7 +49,7 @@ class UnitLoss:
             self._program.outs,
             sizes.__getitem__,
             limit,
-            lambda item: False,
+            lambda item: bool(self._sliced(item.eqns)),
         )
 
     def value(self, shards: Sequence[Any]) -> Any:
@@ -55,19 +57,8 @@ class UnitLoss:
         turns = Turns(self._parameters, shards, [None] * len(shards))
         env = dict(self._program.consts)
 
-        def compute(unit: Unit) -> Any:
-            return lambda full, values: _evaluate(unit, self._program, full, values)
-
-        full = self._first(turns)
-        for i, unit in enumerate(self.units):
-            outs, full = turns.forward(
-                compute(unit),
-                full,
-                [env[var] for var in unit.reads],
-                self._after(i, env),
-                self._bundle(i + 1),
-            )
-            env.update(zip(unit.writes, outs, strict=True))
+        blocks = [self._block(unit, None) for unit in self.units]
+        self._forward(turns, blocks, env)
         return self._results(env)
 
     def value_and_grad(
@@ -82,98 +73,83 @@ class UnitLoss:
         turns = Turns(self._parameters, shards, sums)
         program = self._program
         env = dict(program.consts)
-        flows = _Flow(program, self.units)
-        kept: list[tuple[Passes | None, list[Any]]] = []
-        full = self._first(turns)
-        last_full = full
-        for i, unit in enumerate(self.units):
-            passes = self._passes(unit, flows)
-            outs, following = turns.forward(
-                _forward(unit, program, passes),
-                full,
-                [env[var] for var in unit.reads],
-                self._after(i, env),
-                self._bundle(i + 1),
-            )
-            results, saved = outs
-            env.update(zip(unit.writes, results, strict=True))
-            kept.append((passes, saved))
-            last_full, full = full, following
-        self._backward(turns, flows, env, kept, last_full)
+        relevant = _relevant(program, self.units)
+        blocks = [self._block(unit, relevant) for unit in self.units]
+        records, full = self._forward(turns, blocks, env)
+        self._backward(
+            turns, relevant, env, list(zip(blocks, records, strict=True)), full
+        )
         grads = [
             turns.parameters.zeros(shard) if total is None else total
             for total, shard in zip(turns.sums, shards, strict=True)
         ]
         return self._results(env), grads
 
+    def _forward(
+        self, turns: Turns, blocks: Sequence["Block"], env: dict[core.Var, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Computes all units; returns their records and the last one's parameters."""
+        records = []
+        full = turns.gather(blocks[0].entry(), turns.local(blocks[0].entry()))
+        last = full
+        for i, (unit, block) in enumerate(zip(self.units, blocks, strict=True)):
+            reads = [env[var] for var in unit.reads]
+            if i:
+                # Also a unit that reads nothing of it has its turn after the last.
+                before = [env[var] for var in self.units[i - 1].writes]
+                reads, _ = tied((reads, before), only=0)
+            outs, record, last, full = block.forward(
+                turns,
+                full,
+                reads,
+                blocks[i + 1].entry() if i + 1 < len(blocks) else None,
+            )
+            env.update(zip(unit.writes, outs, strict=True))
+            records.append(record)
+        return records, last
+
     def _backward(
         self,
         turns: Turns,
-        flows: "_Flow",
+        relevant: set[core.Var],
         env: dict[core.Var, Any],
-        kept: list[tuple[Passes | None, list[Any]]],
+        done: list[tuple["Block", Any]],
         full: list[Any],
     ) -> None:
         """Adds all gradients to the sums of `turns`."""
         cotangents: dict[core.Var, Any] = {}
         for atom in self._program.outs[:1]:
             if not isinstance(atom, core.Literal):
-                cotangents[atom] = _typed_like(jnp.ones_like, env[atom], turns)
+                cotangents[atom] = turns.zeros(env[atom]) + 1
         pending: Pending | None = None
-        active = [i for i, (passes, _) in enumerate(kept) if passes is not None]
-        if active and active[-1] != len(kept) - 1:
-            bundle = self._bundle(active[-1])
+        active = [i for i, (block, _) in enumerate(done) if block.is_differentiated]
+        if active and active[-1] != len(done) - 1:
+            bundle = done[active[-1]][0].exit()
             full = turns.gather(bundle, turns.local(bundle))
         for i in reversed(active):
             unit = self.units[i]
-            passes, saved = kept[i]
-            assert passes is not None
-            given = [
-                cotangents.pop(var)
-                if var in cotangents
-                else _typed_like(jnp.zeros_like, env[var], turns)
+            block, record = done[i]
+            given = {
+                var: cotangents.pop(var) if var in cotangents else turns.zeros(env[var])
                 for var in unit.writes
-                if var in flows.relevant
-            ]
-            before = active[active.index(i) - 1] if i != active[0] else None
-            values, pending, full = turns.backward(
-                passes.backward,
-                full,
-                saved,
-                given,
-                Bundle(unit.params),
-                pending,
-                None if before is None else self._bundle(before),
+                if var in relevant
+            }
+            before = [done[j][0].exit() for j in active if j < i]
+            values, pending, full = block.backward(
+                turns, full, record, given, pending, before[-1] if before else None
             )
-            moving = [var for var in unit.reads if var in flows.relevant]
+            moving = [var for var in unit.reads if var in relevant]
             for var, value in zip(moving, values, strict=True):
                 known = cotangents.get(var)
                 cotangents[var] = value if known is None else known + value
-        if turns.parameters.overlap:
-            turns.reduce(pending)
+        turns.reduce(pending)
 
-    def _first(self, turns: Turns) -> list[Any]:
-        bundle = self._bundle(0)
-        return turns.gather(bundle, turns.local(bundle))
+    def _sliced(self, eqns: Sequence[core.JaxprEqn]) -> Any:
+        return sliced_inputs(eqns, self._program.args, self._parameters)
 
-    def _bundle(self, i: int) -> Bundle | None:
-        return Bundle(self.units[i].params) if i < len(self.units) else None
-
-    def _after(self, i: int, env: dict[core.Var, Any]) -> list[Any]:
-        """Returns what exists once the unit before is done."""
-        return [env[var] for var in self.units[i - 1].writes] if i else []
-
-    def _passes(self, unit: Unit, flows: "_Flow") -> Passes | None:
-        relevant = [var in flows.relevant for var in unit.writes]
-        if not any(relevant):
-            return None
-        return two_passes(
-            lambda params, values: _evaluate(unit, self._program, params, values),
-            [self._parameters.type_of(i) for i in unit.params],
-            [type_of(var.aval) for var in unit.reads],
-            [var in flows.relevant for var in unit.reads],
-            relevant,
-        )
+    def _block(self, unit: Unit, relevant: set[core.Var] | None) -> "Block":
+        make = Scan if self._sliced(unit.eqns) else Straight
+        return make(unit, self._program, self._parameters, relevant)
 
     def _results(self, env: dict[core.Var, Any]) -> Any:
         return jax.tree.unflatten(
@@ -185,47 +161,106 @@ class UnitLoss:
         )
 
 
-class _Flow:
-    """Which variables between units have a cotangent.
+class Straight:
+    """A unit that is computed once, as `Scan` is for one that loops."""
 
-    Attributes:
-      relevant: those that depend on parameters and that the loss depends on.
-    """
+    def __init__(
+        self,
+        unit: Unit,
+        program: Program,
+        parameters: Parameters,
+        relevant: set[core.Var] | None,
+    ) -> None:
+        self._unit = unit
+        self._names = [program.args[i] for i in unit.params]
+        self._passes: Passes | None = None
+        if relevant is not None and any(var in relevant for var in unit.writes):
+            self._passes = two_passes(
+                self._run,
+                [parameters.type_of(i) for i in unit.params],
+                [type_of(var.aval) for var in unit.reads],
+                [var in relevant for var in unit.reads],
+                [var in relevant for var in unit.writes],
+            )
 
-    def __init__(self, program: Program, units: Sequence[Unit]) -> None:
-        active: set[core.Var] = set()
-        for unit in units:
-            known = {program.args[i] for i in unit.params} | active
-            for eqn in unit.eqns:
-                if any(var in known for var in variables(eqn.invars)):
-                    known.update(var for var in eqn.outvars if _is_float(var))
-            active |= known & set(unit.writes)
-        reaching = set(variables(program.outs[:1]))
-        for unit in reversed(units):
-            known = {var for var in unit.writes if var in reaching}
-            for eqn in reversed(unit.eqns):
-                if any(var in known for var in eqn.outvars):
-                    known.update(variables(eqn.invars))
-            reaching |= known & set(unit.reads)
-        self.relevant = {var for var in active & reaching if _is_float(var)}
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether it has a backward pass."""
+        return self._passes is not None
+
+    def entry(self) -> Bundle:
+        """Returns what the forward pass starts with."""
+        return Bundle.whole(self._unit.params)
+
+    def exit(self) -> Bundle:
+        """Returns what the forward pass ends with and the backward pass starts with."""
+        return self.entry()
+
+    def forward(
+        self,
+        turns: Turns,
+        full: Sequence[Any],
+        reads: Sequence[Any],
+        following: Bundle | None,
+    ) -> tuple[list[Any], Any, list[Any], list[Any]]:
+        """Computes it; returns as `Scan.forward` does."""
+        compute = self._passes.forward if self._passes else self._without_record
+        (outs, saved), after = turns.forward(compute, full, reads, following)
+        return outs, saved, list(full), after
+
+    def backward(
+        self,
+        turns: Turns,
+        full: Sequence[Any],
+        record: list[Any],
+        cotangents: dict[core.Var, Any],
+        pending: Pending | None,
+        following: Bundle | None,
+    ) -> tuple[list[Any], Pending, list[Any]]:
+        """Differentiates it; returns as `Scan.backward` does."""
+        assert self._passes is not None
+        return turns.backward(
+            self._passes.backward,
+            full,
+            record,
+            list(cotangents.values()),
+            self.entry(),
+            pending,
+            following,
+        )
+
+    def _run(self, full: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        unit = self._unit
+        names = [*self._names, *unit.reads]
+        return evaluate(unit.eqns, names, unit.writes, [*full, *values])
+
+    def _without_record(
+        self, full: Sequence[Any], values: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        return self._run(full, values), []
+
+
+Block = Scan | Straight
+
+
+def _relevant(program: Program, units: Sequence[Unit]) -> set[core.Var]:
+    """Returns what parameters reach and what reaches the loss, between units."""
+    active: set[core.Var] = set()
+    for unit in units:
+        known = {program.args[i] for i in unit.params} | active
+        for eqn in unit.eqns:
+            if any(var in known for var in variables(eqn.invars)):
+                known.update(var for var in eqn.outvars if _is_float(var))
+        active |= known & set(unit.writes)
+    reaching = set(variables(program.outs[:1]))
+    for unit in reversed(units):
+        known = {var for var in unit.writes if var in reaching}
+        for eqn in reversed(unit.eqns):
+            if any(var in known for var in eqn.outvars):
+                known.update(variables(eqn.invars))
+        reaching |= known & set(unit.reads)
+    return {var for var in active & reaching if _is_float(var)}
 
 
 def _is_float(var: Any) -> bool:
     return bool(jnp.issubdtype(var.aval.dtype, jnp.inexact))
-
-
-def _evaluate(
-    unit: Unit, program: Program, full: Sequence[Any], values: Sequence[Any]
-) -> list[Any]:
-    names = [program.args[i] for i in unit.params]
-    return evaluate(unit.eqns, [*names, *unit.reads], unit.writes, [*full, *values])
-
-
-def _forward(unit: Unit, program: Program, passes: Passes | None) -> Any:
-    if passes is not None:
-        return passes.forward
-    return lambda full, values: (_evaluate(unit, program, full, values), [])
-
-
-def _typed_like(make: Any, value: Any, turns: Turns) -> Any:
-    return turns.parameters.axis.lift_to(make(value), jax.typeof(value))

@@ -43,11 +43,6 @@ def _layer(leaf: LeafLayout) -> _View:
     return _View(shape=shape, cut=cut, true_shape=shape)
 
 
-def cut_by_layers(leaf: LeafLayout) -> bool:
-    """Says whether an entry along dimension 0 of a parameter has shards of its own."""
-    return leaf.layers is not None or bool(leaf.cut.dim)
-
-
 class Parameters:
     """A list of parameters over the ranks of an axis.
 
@@ -76,6 +71,11 @@ class Parameters:
         ranks = self.axis.group_size * self.axis.replicas
         return self._policy.overlap and ranks > 1
 
+    def has_layers(self, number: int) -> bool:
+        """Says whether entries along dimension 0 of a parameter have own shards."""
+        leaf = self.leaves[number]
+        return leaf.layers is not None or bool(leaf.cut.dim)
+
     def type_of(self, number: int, *, layer: bool = False) -> jax.ShapeDtypeStruct:
         """Returns the type of a gathered parameter, or of one layer of it."""
         leaf = self.leaves[number]
@@ -87,12 +87,12 @@ class Parameters:
         return self.axis.result(shape, dtype, self.axis.all_names)
 
     def gather(
-        self, numbers: Sequence[int], shards: Sequence[Any], *, layer: bool = False
+        self, numbers: Sequence[int], shards: Sequence[Any], layered: Sequence[bool]
     ) -> list[Any]:
-        """Returns full parameters, or one layer of each, from its shards."""
+        """Returns full parameters, or one layer of some, from their shards."""
         if not numbers:
             return []
-        views = self._views(numbers, layer)
+        views = self._views(numbers, layered)
         full = gather_params(
             list(shards),
             [
@@ -114,13 +114,12 @@ class Parameters:
         numbers: Sequence[int],
         grads: Sequence[Any],
         into: Sequence[Any] | None,
-        *,
-        layer: bool = False,
+        layered: Sequence[bool],
     ) -> list[Any]:
         """Returns the shards of summed gradients, added to others."""
         if not numbers:
             return []
-        views = self._views(numbers, layer)
+        views = self._views(numbers, layered)
         policy = self._policy
         if into is None:
             (stored,) = {component_dtype(self.leaves[i].stored) for i in numbers}
@@ -143,5 +142,8 @@ class Parameters:
         """Returns a sum of nothing, typed as a shard."""
         return self.axis.lift_to(jnp.zeros(like.shape, like.dtype), jax.typeof(like))
 
-    def _views(self, numbers: Sequence[int], layer: bool) -> list[_View]:
-        return [(_layer if layer else _whole)(self.leaves[i]) for i in numbers]
+    def _views(self, numbers: Sequence[int], layered: Sequence[bool]) -> list[_View]:
+        return [
+            (_layer if layer else _whole)(self.leaves[i])
+            for i, layer in zip(numbers, layered, strict=True)
+        ]

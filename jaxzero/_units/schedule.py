@@ -16,29 +16,48 @@ from jaxzero._units.parameters import Parameters
 
 
 @dataclasses.dataclass(frozen=True)
-class Pending:
-    """Gradients that wait for the next turn.
-
-    Attributes:
-      bundle: the parameters that they belong to.
-      grads: full gradients with overlap, else none that are left to reduce.
-    """
-
-    bundle: "Bundle"
-    grads: list[Any]
-
-
-@dataclasses.dataclass(frozen=True)
 class Bundle:
     """Parameters that are gathered and reduced in one call.
 
     Attributes:
-      params: their numbers.
-      layer: which layer of each; None for whole parameters.
+      entries: number of each, and which layer of it; None for all of it.
     """
 
-    params: tuple[int, ...]
-    layer: Any = None
+    entries: tuple[tuple[int, Any], ...]
+
+    @classmethod
+    def whole(cls, params: Sequence[int]) -> "Bundle":
+        """Returns a bundle of parameters as they are."""
+        return cls(tuple((i, None) for i in params))
+
+    def __add__(self, other: "Bundle") -> "Bundle":
+        return Bundle(self.entries + other.entries)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The parameters."""
+        return [i for i, _ in self.entries]
+
+    @property
+    def layered(self) -> list[bool]:
+        """Which of them stands for one layer."""
+        return [layer is not None for _, layer in self.entries]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """Full gradients that wait to be reduced in the next turn.
+
+    Attributes:
+      bundle: the parameters that they belong to.
+      grads: the gradients.
+    """
+
+    bundle: Bundle
+    grads: list[Any]
+
+    def __add__(self, other: "Pending") -> "Pending":
+        return Pending(self.bundle + other.bundle, self.grads + other.grads)
 
 
 class Turns:
@@ -61,63 +80,60 @@ class Turns:
         """Returns this rank's part of a bundle."""
         if bundle is None:
             return []
-        found = [self.shards[i] for i in bundle.params]
-        if bundle.layer is None:
-            return found
-        return [_take(shard, bundle.layer) for shard in found]
+        return [_part(self.shards[i], layer) for i, layer in bundle.entries]
 
     def gather(self, bundle: Bundle | None, local: Sequence[Any]) -> list[Any]:
         """Returns the full parameters of a bundle."""
         if bundle is None:
             return []
-        return self.parameters.gather(
-            bundle.params, local, layer=bundle.layer is not None
-        )
+        return self.parameters.gather(bundle.numbers, local, bundle.layered)
+
+    def start(self, numbers: Sequence[int]) -> None:
+        """Starts sums that have not been started."""
+        for i in numbers:
+            if self.sums[i] is None:
+                self.sums[i] = self.zeros(self.shards[i])
+
+    def zeros(self, like: Any) -> jax.Array:
+        """Returns zeros of a value's type."""
+        return self.parameters.zeros(like)
+
+    def put(self, numbers: Sequence[int], sums: Sequence[Any]) -> None:
+        """Replaces sums."""
+        for i, value in zip(numbers, sums, strict=True):
+            self.sums[i] = value
+
+    def with_sums(self, numbers: Sequence[int], sums: Sequence[Any]) -> "Turns":
+        """Returns turns that add to these sums instead."""
+        turns = Turns(self.parameters, self.shards, self.sums)
+        turns.put(numbers, sums)
+        return turns
 
     def reduce(self, pending: Pending | None) -> list[Any]:
         """Adds what is pending to the sums; returns what was written."""
-        if pending is None or not pending.bundle.params:
+        if pending is None or not pending.bundle.entries:
             return []
-        numbers, layer = pending.bundle.params, pending.bundle.layer
-        into = [self.sums[i] for i in numbers]
-        if layer is None and all(value is None for value in into):
-            if self.parameters.one_dtype(numbers):
-                return self._write(
-                    numbers, self.parameters.reduce(numbers, pending.grads, None)
-                )
-        into = [
-            self.parameters.zeros(self.shards[i]) if value is None else value
-            for i, value in zip(numbers, into, strict=True)
-        ]
-        if layer is None:
-            return self._write(
-                numbers, self.parameters.reduce(numbers, pending.grads, into)
+        bundle = pending.bundle
+        numbers, layered = bundle.numbers, bundle.layered
+        fresh = all(self.sums[i] is None for i in numbers) and not any(layered)
+        into = None
+        if not fresh or not self.parameters.one_dtype(numbers):
+            self.start(numbers)
+            into = [_part(self.sums[i], layer) for i, layer in bundle.entries]
+        written = self.parameters.reduce(numbers, pending.grads, into, layered)
+        for (i, layer), value in zip(bundle.entries, written, strict=True):
+            self.sums[i] = (
+                value
+                if layer is None
+                else lax.dynamic_update_index_in_dim(self.sums[i], value, layer, 0)
             )
-        written = self.parameters.reduce(
-            numbers,
-            pending.grads,
-            [_take(total, layer) for total in into],
-            layer=True,
-        )
-        return self._write(
-            numbers,
-            [
-                lax.dynamic_update_index_in_dim(total, value, layer, 0)
-                for total, value in zip(into, written, strict=True)
-            ],
-        )
-
-    def _write(self, numbers: Sequence[int], sums: list[Any]) -> list[Any]:
-        for i, value in zip(numbers, sums, strict=True):
-            self.sums[i] = value
-        return sums
+        return written
 
     def forward(
         self,
         compute: Any,
         full: Sequence[Any],
         values: Sequence[Any],
-        after: Sequence[Any],
         following: Bundle | None,
     ) -> tuple[Any, list[Any]]:
         """Computes a unit and gathers the one that follows.
@@ -126,7 +142,6 @@ class Turns:
           compute: (parameters, values) -> anything.
           full: its parameters.
           values: its values.
-          after: what exists when its turn begins.
           following: what to gather.
 
         Returns:
@@ -134,7 +149,7 @@ class Turns:
         """
         local = self.local(following)
         if self.parameters.overlap:
-            values, _, local = tied((list(values), list(after), local))
+            values, local = tied((list(values), local))
             return compute(full, values), self.gather(following, local)
         result = compute(full, values)
         result, local = tied((result, local))
@@ -216,5 +231,10 @@ def _is_numbers(leaf: Any) -> bool:
     return dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def _take(stacked: Any, index: Any) -> Any:
+def take(stacked: Any, index: Any) -> Any:
+    """Returns one entry along dimension 0."""
     return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+
+
+def _part(shard: Any, layer: Any) -> Any:
+    return shard if layer is None else take(shard, layer)

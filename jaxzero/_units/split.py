@@ -66,11 +66,13 @@ def split(
         have |= item.params
         if item.params:
             last = i + 1
+        if alone:
+            ends.append(i)
         if (alone or _is_marked(item)) and i + 1 < len(items):
             begin = last = i + 1
             ends.append(begin)
             have = set()
-    bounds = [0, *sorted(set(ends)), len(items)]
+    bounds = sorted({0, *ends, len(items)})
     parts = [items[a:b] for a, b in itertools.pairwise(bounds)]
     return _units(parts, outs)
 
