@@ -44,6 +44,7 @@ LAYERS: dict[str, set[str]] = {
     "_train.layout": {"jax", "numpy"},
     "_train.make_layout": {"jax", "numpy"},
     "_units.inline": {"jax"},
+    "_units.body": {"jax"},
     "_units.find": {"jax"},
     "_units.split": {"jax"},
     "_units.residuals": {"jax"},

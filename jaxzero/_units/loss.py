@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from jaxzero._axis import type_of
+from jaxzero._units.body import is_float
 from jaxzero._units.find import Finder
 from jaxzero._units.inline import Program, evaluate, trace, variables
 from jaxzero._units.parameters import Parameters
@@ -250,7 +250,7 @@ def _relevant(program: Program, units: Sequence[Unit]) -> set[core.Var]:
         known = {program.args[i] for i in unit.params} | active
         for eqn in unit.eqns:
             if any(var in known for var in variables(eqn.invars)):
-                known.update(var for var in eqn.outvars if _is_float(var))
+                known.update(var for var in eqn.outvars if is_float(var))
         active |= known & set(unit.writes)
     reaching = set(variables(program.outs[:1]))
     for unit in reversed(units):
@@ -259,8 +259,4 @@ def _relevant(program: Program, units: Sequence[Unit]) -> set[core.Var]:
             if any(var in known for var in eqn.outvars):
                 known.update(variables(eqn.invars))
         reaching |= known & set(unit.reads)
-    return {var for var in active & reaching if _is_float(var)}
-
-
-def _is_float(var: Any) -> bool:
-    return bool(jnp.issubdtype(var.aval.dtype, jnp.inexact))
+    return {var for var in active & reaching if is_float(var)}

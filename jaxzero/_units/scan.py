@@ -1,6 +1,5 @@
 """A `lax.scan` over stacked parameters, gathered layer by layer."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,29 +9,13 @@ from jax import lax
 from jax.extend import core
 
 from jaxzero._axis import type_of
+from jaxzero._units.body import Record, is_float, moving, stacked_turns
 from jaxzero._units.inline import Program, evaluate, flat, needed, variables
 from jaxzero._units.parameters import Parameters
 from jaxzero._units.residuals import Passes, two_passes
 from jaxzero._units.schedule import Bundle, Pending, Turns, take
 from jaxzero._units.sliced import counts, sliced_inputs
 from jaxzero._units.split import Unit
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """What the forward pass leaves for the backward pass.
-
-    Attributes:
-      reads: values that the scan was given.
-      stacks: what was kept of all layers but the last.
-      last: what was kept of the last layer.
-      carry: the last carry.
-    """
-
-    reads: list[Any]
-    stacks: list[Any]
-    last: list[Any]
-    carry: list[Any]
 
 
 class Scan:
@@ -132,7 +115,7 @@ class Scan:
         results = dict(
             zip(
                 self._scan.outvars,
-                [*carry, *self._with_ends(ys, None, last_ys)],
+                [*carry, *stacked_turns(ys, None, last_ys, self._reverse)],
                 strict=True,
             )
         )
@@ -250,7 +233,7 @@ class Scan:
                 following,
             )
             of_consts = [a + b for a, b in zip(of_consts, added, strict=True)]
-        of_xs = self._with_ends(loop_xs, last_xs, first_xs)
+        of_xs = stacked_turns(loop_xs, last_xs, first_xs, self._reverse)
         of_whole, of_reads = self._to_reads(
             whole, record.reads, [*of_consts, *carried], of_xs
         )
@@ -320,12 +303,12 @@ class Scan:
         derived = {*self._whole_vars, *(v for e in self._chain for v in e.outvars)}
         has: list[bool] = [
             not isinstance(v, core.Literal)
-            and _is_float(v)
+            and is_float(v)
             and (v in derived or v in relevant)
             for v in self._rest
         ]
         consts, moves, xs = self._parts(has)
-        self._moves = self._fixpoint(consts, moves, xs)
+        self._moves = moving(self._body, set(self._sliced), consts, moves, xs)
         self._active = [*consts, *self._moves, *xs]
         self._wanted = has
         self._relevant = relevant
@@ -370,34 +353,6 @@ class Scan:
         known |= zip((saved[i] for i in self._stacked), stacked, strict=True)
         return [known[var] for var in saved]
 
-    def _fixpoint(
-        self, consts: list[bool], moves: list[bool], xs: list[bool]
-    ) -> list[bool]:
-        """Returns which carries have a cotangent, in any turn."""
-        body = self._body
-        while True:
-            others = iter([*consts, *moves, *xs])
-            active = {
-                var
-                for i, var in enumerate(body.args)
-                if i in self._sliced or next(others)
-            }
-            for eqn in body.eqns:
-                if any(var in active for var in variables(eqn.invars)):
-                    active.update(eqn.outvars)
-            new = [
-                moved
-                or (
-                    not isinstance(out, core.Literal)
-                    and out in active
-                    and _is_float(out)
-                )
-                for moved, out in zip(moves, body.outs[: self._carry], strict=True)
-            ]
-            if new == moves:
-                return moves
-            moves = new
-
     def _active_parts(
         self, values: Sequence[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
@@ -406,22 +361,6 @@ class Scan:
         a = sum(consts)
         b = a + sum(moves)
         return list(values[:a]), list(values[a:b]), list(values[b:])
-
-    def _with_ends(
-        self,
-        loop: Sequence[Any],
-        first: Sequence[Any] | None,
-        last: Sequence[Any],
-    ) -> list[Any]:
-        """Returns stacks of what turns gave, by position: first, loop and last turn."""
-        parts = [] if first is None else [[x[None] for x in first]]
-        parts += [list(loop)] if loop else []
-        parts += [[x[None] for x in last]]
-        if self._reverse:
-            parts = parts[::-1]
-        return [
-            jnp.concatenate(p) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)
-        ]
 
     def _to_reads(
         self,
@@ -454,7 +393,3 @@ class Scan:
         pull = jax.vjp(wanted, list(whole), [reads[i] for i in moving])[1]
         found: tuple[list[Any], list[Any]] = pull([*kept, *of_xs])
         return found
-
-
-def _is_float(var: Any) -> bool:
-    return bool(jnp.issubdtype(var.aval.dtype, jnp.inexact))
