@@ -125,6 +125,19 @@ def varying(value: Any) -> frozenset[str]:
     return frozenset(jax.typeof(value).mat.varying)
 
 
+def type_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns a type, such as of a jaxpr's variable, as something to trace with."""
+    if not getattr(aval, "mat", _UNVARYING).varying:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=aval.sharding,
+        manual_axis_type=aval.mat,
+    )
+
+
 def aval_varies(aval: Any, names: Iterable[str]) -> bool:
     """Says whether a type, such as of a jaxpr's variable, varies over any axis."""
     return not frozenset(names).isdisjoint(getattr(aval, "mat", _UNVARYING).varying)

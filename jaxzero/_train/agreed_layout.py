@@ -1,8 +1,11 @@
 """The layout of parameters that all processes of a run agree on."""
 
+import math
+from collections.abc import Callable
+
 from jax.sharding import Mesh
 
-from jaxzero._cut import CutTree
+from jaxzero._cut import CutTree, Shape
 from jaxzero._layout import Layout
 from jaxzero._make_layout import Globs, build_layout
 from jaxzero._train.options import StepOptions
@@ -43,7 +46,9 @@ def agreed_layout(
                 options.replicate,
                 mesh.shape,
                 what="params",
-                cuts=cuts,
+                cuts=_default_cut(options, mesh, min_shard_numel)
+                if cuts is None
+                else cuts,
                 min_shard_numel=min_shard_numel,
                 layers=layers,
                 stacked=stacked,
@@ -57,3 +62,17 @@ def agreed_layout(
         raise
     check_processes_agree("zero3", (layout.fingerprint, options.comparable))
     return layout
+
+
+def _default_cut(
+    options: StepOptions, mesh: Mesh, min_shard_numel: int
+) -> Callable[[str, Shape], int | None]:
+    """Returns the cut of leaves that nobody chose one for."""
+    ranks = math.prod(mesh.shape[name] for name in options.names)
+
+    def cut(path: str, shape: Shape) -> int | None:
+        is_large = math.prod(shape) >= min_shard_numel
+        # A loss may scan over it: each layer has shards of its own.
+        return 1 if len(shape) > 2 and shape[1] % ranks == 0 and is_large else None
+
+    return cut

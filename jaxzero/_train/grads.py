@@ -18,6 +18,8 @@ from jaxzero._policy import Policy
 from jaxzero._train.options import StepOptions
 from jaxzero._train.shard_uses import check_shard_uses
 from jaxzero._tree import PyTree, path_name
+from jaxzero._units.loss import UnitLoss
+from jaxzero._units.parameters import Parameters
 
 Dims = tuple[int | None, ...]
 """Per leaf of a batch, in tree order, the dimension of its examples, or None."""
@@ -59,15 +61,19 @@ class Gradients:
         leaves = self.layout.leaves
         self.cuts = self.layout.resident([leaf.option for leaf in leaves])
         likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        # All microbatches see the same parameters: one gather serves the step.
-        self.full = gather_params(
-            self.layout.resident(shards),
-            self.layout.resident(likes),
-            options.names,
-            policy=options.policy,
-            cuts=self.cuts,
-            replicate_axis=options.replicate_axis,
-        )
+        # Full gradients that are kept, and layers that the program names, leave
+        # nothing for units.
+        self.in_units = options.sync != "last" and not self.layout.groups
+        if not self.in_units:
+            # All microbatches see the same parameters: one gather serves the step.
+            self.full = gather_params(
+                self.layout.resident(shards),
+                self.layout.resident(likes),
+                options.names,
+                policy=options.policy,
+                cuts=self.cuts,
+                replicate_axis=options.replicate_axis,
+            )
         if options.sync == "replicas_last":
             # Else the sum over replicas would be part of every backward pass.
             shards = [axis.lift(shard, options.replicate) for shard in shards]
@@ -82,7 +88,9 @@ class Gradients:
           dims: per leaf the dimension of its examples, or None.
         """
         options = self.options
-        if options.accumulate == 1:
+        if self.in_units:
+            total = self._of_units(batch, dims)
+        elif options.accumulate == 1:
             total = self._of_one(batch)
         elif options.sync == "last":
             total = self._of_several_kept_local(batch, dims)
@@ -105,6 +113,9 @@ class Gradients:
 
         def of_one(part: PyTree) -> tuple[jax.Array, PyTree]:
             measured: tuple[jax.Array, PyTree]
+            if self.in_units:
+                _, measured = self._units(part).value(self.shards)
+                return measured
             _, measured = self._objective(self.full, self.groups, part)
             return measured
 
@@ -127,6 +138,35 @@ class Gradients:
         divided = jax.tree.map(self._divided, groups)
         return loss, aux, resident, divided
 
+    def _units(self, batch: PyTree) -> UnitLoss:
+        """Returns the loss of a batch as a function of parameters, cut into units."""
+        last = self.options.sync == "replicas_last"
+        return UnitLoss(
+            lambda full: self._measured(
+                self.options.loss_fn(self.layout.unflatten(full), batch)
+            ),
+            Parameters(
+                self.layout.leaves,
+                self.axis,
+                None if last else self.options.replicate_axis,
+                self._policy(),
+            ),
+        )
+
+    def _of_units(self, batch: PyTree, dims: Dims) -> Summed:
+        """Reduces the gradients of each unit beside the next one."""
+
+        def of_one(sums: Any, part: PyTree) -> tuple[list[jax.Array], Any]:
+            (_, measured), grads = self._units(part).value_and_grad(self.shards, sums)
+            return grads, measured
+
+        if self.options.accumulate == 1:
+            grads, (loss, aux) = of_one([None] * len(self.shards), batch)
+        else:
+            grads, parts = self._scan(of_one, self._zeros(), batch, dims)
+            loss, aux = jax.tree.map(lambda values: jnp.sum(values, 0), parts)
+        return Summed(grads=grads, loss=loss, aux=aux, stats=None)
+
     def _divided(self, grad: jax.Array) -> jax.Array:
         divisor = jnp.asarray(self.options.divisor, grad.real.dtype)
         return grad / divisor
@@ -145,7 +185,10 @@ class Gradients:
                 for leaf in self.layout.leaves[group.begin : group.end]
             ]
             check_shard_uses(run, groups, paths)
-        result = run(groups)
+        return self._measured(run(groups))
+
+    def _measured(self, result: Any) -> tuple[jax.Array, Any]:
+        """Returns what to differentiate, and loss and auxiliary results."""
         loss, aux = _with_aux(result) if self.options.has_aux else (result, None)
         loss = self._of_this_device(_checked_loss(loss), loss, "the loss")
         aux = jax.tree_util.tree_map_with_path(

@@ -380,7 +380,8 @@ def test_one_layer_at_a_time_exists_in_full(
     # the accumulators.
     limit = 4 * one + (accumulate > 1) * 2 * shards
     assert temp(layers="blocks/*") < limit
-    assert temp() > layers * one
+    # Sixteenths of the parameters, where nothing is named.
+    assert temp() < layers * one / 2
 
 
 def test_parameters_are_born_sharded(make_mesh: MakeMesh) -> None:
