@@ -80,6 +80,16 @@ def local_loss(
     """Computes loss and auxiliary results, without gradients."""
     axis = bind_axis(options.names, options.replicate_axis, "zero3")
     params, batch = empty_as_constants(axis, (params, batch))
+    leaves, structure = jax.tree.flatten(batch)
+    # A loss may carry examples through a loop, so that those which all devices have
+    # must be typed as those of which each has its own.
+    batch = jax.tree.unflatten(
+        structure,
+        [
+            leaf if dim is None else axis.lift(leaf, axis.all_names)
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ],
+    )
     sums = Gradients(options, axis, layout, params).loss_of_batch(batch, dims)
     return over_devices(options, axis, *sums)
 

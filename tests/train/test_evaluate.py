@@ -207,6 +207,27 @@ def test_a_batch_of_any_number_of_examples(
         )
 
 
+def test_examples_left_over_go_through_a_loop(make_mesh: MakeMesh) -> None:
+    """All devices have them, but the loop's carry is each device's own."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def turn(hidden: jax.Array, w: jax.Array) -> Any:
+            return jnp.tanh(hidden @ w), None
+
+        return jnp.mean(jax.lax.scan(turn, x, params["w"])[0])
+
+    zero = zero3(loss, optax.sgd(0.1), make_mesh(4))
+    random = np.random.default_rng(0)
+    w = random.normal(size=(3, 4, 4)).astype(np.float32)
+    state = zero.init({"w": w})
+    for count in (1, 3, 6):
+        hidden = x = random.normal(size=(count, 4)).astype(np.float32)
+        for layer in np.float64(w):
+            hidden = np.tanh(hidden @ layer)
+        found = zero.evaluate(state, x, uneven=True)
+        np.testing.assert_allclose(found, hidden.mean(), rtol=1e-5)
+
+
 def test_an_uneven_batch_that_has_no_mean_is_refused(make_mesh: MakeMesh) -> None:
     def loss(params: Any, batch: Any) -> Any:
         return jnp.mean(batch) * params["w"][0]
