@@ -74,7 +74,7 @@ def abstract_batch(batch: PyTree, options: StepOptions, mesh: Mesh) -> PyTree:
     check_batch(batch, options)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding
+            jnp.shape(leaf), jnp.result_type(leaf), sharding=sharding
         ),
         batch,
         batch_shardings(batch, options, mesh),

@@ -155,3 +155,17 @@ def test_negative_dimensions_and_a_batch_without_examples(make_mesh: MakeMesh) -
     assert float(zero.evaluate(state, {"x": x, "scale": 2.0})) == 2 * x.sum() / 8
     whole = zero3(last, optax.sgd(1.0), make_mesh(4), batch_dims=None)
     assert float(whole.evaluate(state, {"x": x, "scale": 2.0})) == 2 * x.sum() / 8
+
+
+@pytest.mark.parametrize("scale", [2.0, 2, True, np.float32(2)])
+def test_a_plain_number_in_a_batch_is_lowered(make_mesh: MakeMesh, scale: Any) -> None:
+    def scaled(params: Any, batch: Any) -> jax.Array:
+        scale = jnp.asarray(batch["scale"], jnp.float32)
+        return jnp.mean(batch["x"] * params["w"][0]) * scale
+
+    zero = zero3(scaled, optax.sgd(1.0), make_mesh(2))
+    state = zero.init({"w": np.ones(3, np.float32)})
+    batch = {"x": np.arange(4, dtype=np.float32), "scale": scale}
+    compiled = zero.lower(state, batch).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes > 0
+    assert float(zero.step(state, batch)[1].loss) == 1.5 * scale
