@@ -7,6 +7,7 @@ the ranks since. And `optax.contrib.muon` would take a matrix that is cut flat f
 vector: so the program is compared with the one for true shapes.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ REDUCTIONS = frozenset(
 
 DRAWS = frozenset("random_bits random_gamma rng_bit_generator rng_uniform".split())
 """Primitives of which every rank would draw the same numbers for its shard."""
+
+POSITIONS = "iota"
+"""The primitive that counts positions, which begin anew in the shard of every rank."""
 
 MEETINGS = frozenset(
     "all_gather all_gather_invariant all_to_all pmax pmin psum psum2 psum_invariant "
@@ -53,7 +57,8 @@ def check_elementwise(jaxpr: Any, names: Sequence[str], results: PyTree) -> None
     found = _trace(jaxpr, [None] * len(jaxpr.invars), frozenset(names))
     paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(results)]
     for keys, culprit in zip(paths, found, strict=True):
-        if culprit is not None:
+        # Positions in a leaf that every rank has whole are those of one device.
+        if culprit not in (None, _COUNTED):
             raise ValueError(
                 f"zero3: the optimizer computes {_result_name(keys)} with {culprit} "
                 f"on shards; each rank sees 1/N of a leaf, so the result would "
@@ -146,6 +151,9 @@ def _last(operands: list[int], count: int) -> list[int]:
 _Taint = str | None
 """The reduction that a value comes from, if ranks did not meet since."""
 
+_COUNTED = "positions"
+"""Taint of positions that did not meet a shard: all ranks have the same."""
+
 
 def _trace(jaxpr: Any, taints: Sequence[_Taint], names: frozenset[str]) -> list[_Taint]:
     known: dict[Any, _Taint] = dict(zip(jaxpr.invars, taints, strict=True))
@@ -171,13 +179,42 @@ def _outputs(eqn: Any, inputs: list[_Taint], names: frozenset[str]) -> list[_Tai
         return [primitive] * count
     if primitive in DRAWS and any(map(_has_elements, eqn.outvars)):
         return [primitive] * count
+    if primitive == POSITIONS:
+        return [_COUNTED] * count
     inner = list(_inner_jaxprs(eqn))
     if not inner:
-        return [_first(inputs)] * count
+        taint = primitive if _spreads_one(eqn, names) else _first(inputs)
+        if taint == _COUNTED and primitive not in RETYPES:
+            return [_counted(var, names) for var in eqn.outvars]
+        return [taint] * count
     found = [_through(jaxpr, inputs, names) for jaxpr in inner]
     if all(len(outputs) == count for outputs in found):
         return [_first(outputs) for outputs in zip(*found, strict=True)]
     return [_first(taint for outputs in found for taint in outputs)] * count
+
+
+def _spreads_one(eqn: Any, names: frozenset[str]) -> bool:
+    """Says whether a shard of one element, such as of a scalar, meets many others.
+
+    Only one rank has the element, and others have padding or another element.
+    """
+    if eqn.primitive.name in ("concatenate", "pad"):
+        return False
+    most = max((math.prod(var.aval.shape) for var in eqn.outvars), default=0)
+    return most > 1 and any(
+        _has_elements(var)
+        and math.prod(var.aval.shape) == 1
+        and aval_varies(var.aval, names)
+        for var in eqn.invars
+    )
+
+
+def _counted(var: Any, names: frozenset[str]) -> _Taint:
+    """Returns the taint of a value that positions went into."""
+    if aval_varies(var.aval, names):
+        return POSITIONS
+    # A number that all ranks have may come from anywhere, such as from a table.
+    return _COUNTED if _has_elements(var) else None
 
 
 def _through(jaxpr: Any, inputs: list[_Taint], names: frozenset[str]) -> list[_Taint]:
@@ -210,4 +247,7 @@ def _is_literal(var: Any) -> bool:
 
 
 def _first(taints: Iterable[_Taint]) -> _Taint:
-    return next((taint for taint in taints if taint is not None), None)
+    found = [taint for taint in taints if taint is not None]
+    return next(
+        (taint for taint in found if taint != _COUNTED), next(iter(found), None)
+    )

@@ -178,7 +178,21 @@ def norm_under_cond(updates: Any, _: Any) -> Any:
     return jax.tree.map(half, updates)
 
 
-@pytest.mark.parametrize("mix", [rotate, norm_in_a_loop, norm_under_cond])
+def every_other(updates: Any, _: Any) -> Any:
+    def of_leaf(leaf: jax.Array) -> jax.Array:
+        even = jnp.arange(leaf.size).reshape(leaf.shape) % 2 == 0
+        return jnp.where(even, leaf, jnp.zeros_like(leaf))
+
+    return jax.tree.map(of_leaf, updates)
+
+
+def times_a_scalar(updates: Any, _: Any) -> Any:
+    return updates | {"rows": updates["rows"] * updates["bias"]}
+
+
+@pytest.mark.parametrize(
+    "mix", [rotate, norm_in_a_loop, norm_under_cond, every_other, times_a_scalar]
+)
 def test_own_functions_are_looked_through(make_mesh: MakeMesh, mix: Any) -> None:
     with pytest.raises(ValueError, match="on shards; each rank sees 1/N"):
         look(make_mesh, optax.chain(optax.stateless(mix), optax.sgd(1.0)))
@@ -191,3 +205,14 @@ def test_sums_over_ranks_are_no_offence(make_mesh: MakeMesh) -> None:
         return jax.tree.map(lambda leaf: leaf / (1 + total), updates)
 
     look(make_mesh, optax.chain(optax.stateless(shrink), optax.sgd(1.0)))
+
+
+def test_positions_are_those_of_one_device(make_mesh: MakeMesh) -> None:
+    """In leaves that are whole, and in tables that all ranks look up alike."""
+
+    def scheduled(count: Any) -> jax.Array:
+        return jnp.sum(jnp.where(jnp.arange(3) == count, jnp.ones(3), jnp.zeros(3)))
+
+    look(make_mesh, optax.sgd(scheduled))
+    look(make_mesh, optax.stateless(every_other), cuts="whole")
+    look(make_mesh, optax.stateless(times_a_scalar), cuts="whole")
