@@ -50,6 +50,8 @@ def finite_number(what: str, value: Any, expected: str, fix: str = "") -> float:
         raise TypeError(
             f"{what}={value!r}; expected a number known at trace time: {expected}.{fix}"
         ) from error
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{what}={value!r}; expected {expected}.{fix}")
     return number

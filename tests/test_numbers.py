@@ -36,7 +36,10 @@ def test_what_is_no_number_is_named(value: Any) -> None:
         finite_number("call: limit", value, EXPECTED, "Say so.")
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, np.float16(np.inf)])
+@pytest.mark.parametrize(
+    "value",
+    [np.inf, -np.inf, np.nan, np.float16(np.inf), pytest.param(10**400, id="10**400")],
+)
 def test_a_number_that_is_not_finite_is_named(value: Any) -> None:
     with pytest.raises(ValueError, match=f"call: limit=.*expected {EXPECTED}. Say so"):
         finite_number("call: limit", value, EXPECTED, "Say so.")
