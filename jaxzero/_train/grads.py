@@ -139,7 +139,9 @@ class Gradients:
         loss = self._of_this_device(_checked_loss(loss), loss, "the loss")
         aux = jax.tree_util.tree_map_with_path(
             lambda path, value: self._of_this_device(
-                jnp.asarray(value, jnp.float32), value, f"aux leaf {path_name(path)}"
+                _checked_aux(value, path_name(path)),
+                value,
+                f"aux leaf {path_name(path)}",
             ),
             aux,
         )
@@ -320,3 +322,14 @@ def _checked_loss(loss: Any) -> jax.Array:
             f"has_aux=True to return more than the loss)."
         )
     return jnp.asarray(loss, jnp.float32)
+
+
+def _checked_aux(value: Any, path: str) -> jax.Array:
+    dtype = getattr(value, "dtype", type(value))
+    if not any(jnp.issubdtype(dtype, t) for t in (jnp.floating, jnp.integer, jnp.bool)):
+        raise TypeError(
+            f"zero3: aux leaf {path} is of {dtype}; expected real numbers, which "
+            f"are averaged over devices in float32. Return two for a complex one, and "
+            f"leave out what is no number."
+        )
+    return jnp.asarray(value, jnp.float32)

@@ -144,6 +144,27 @@ def test_a_loss_function_that_returns_something_else_is_refused(
         zero.evaluate(state, np.ones(4, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(2j, "complex"), (jax.random.key, "key<fry>"), ("mean", "str")],
+    ids=["complex", "key", "text"],
+)
+def test_an_auxiliary_result_that_is_not_real_is_refused(
+    make_mesh: MakeMesh, value: Any, dtype: str
+) -> None:
+    """The imaginary part would be dropped."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        found = value(0) if callable(value) else value
+        return jnp.mean(batch) * params["w"][0], {"found": found}
+
+    zero = zero3(loss, optax.sgd(0.1), make_mesh(2), has_aux=True)
+    state = zero.init({"w": np.ones(4, np.float32)})
+    for call in (zero.step, zero.evaluate):
+        with pytest.raises(TypeError, match=rf"aux leaf \['found'\] .*{dtype}"):
+            call(state, np.ones(4, np.float32))
+
+
 def test_a_raw_random_key_is_explained(make_mesh: MakeMesh) -> None:
     zero = zero3(lambda p, b: jnp.sum(p["w"]), optax.sgd(0.1), make_mesh(4))
     state = zero.init({"w": np.ones(4, np.float32)})
