@@ -112,6 +112,13 @@ def _leaves_like(tree: PyTree, places: PyTree) -> list[Any]:
                 f"import_state: leaf {_path(keys)} has shape {np.shape(value)}; "
                 f"expected {place.shape}. {_fix(keys, ', in true shapes')}."
             )
+        found_dtype = jnp.result_type(value)
+        if not _holds(place.dtype, found_dtype):
+            raise ValueError(
+                f"import_state: leaf {_path(keys)} has dtype {found_dtype}; expected "
+                f"{place.dtype}, which would drop what is no number of its kind. "
+                f"{_fix(keys)}."
+            )
         values.append(value)
     for keys, _ in found.values():
         raise ValueError(
@@ -126,6 +133,13 @@ def _fix(keys: Any, shapes: str = "") -> str:
     if keys[0].key != "opt_state":
         return f"{_FIX}{shapes}"
     return f"{_FIX}{shapes}; or reset_optimizer=True to take the rest without it"
+
+
+def _holds(wanted: Any, found: Any) -> bool:
+    """Says whether a dtype has the imaginary parts and fractions of another."""
+    if jnp.issubdtype(found, jnp.complexfloating):
+        return jnp.issubdtype(wanted, jnp.complexfloating)
+    return jnp.issubdtype(wanted, jnp.inexact) or not jnp.issubdtype(found, jnp.inexact)
 
 
 def _names(keys: Any) -> tuple[str, ...]:

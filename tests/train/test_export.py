@@ -371,6 +371,12 @@ def without(tree: Tree, name: str) -> Tree:
             ("params['out']", "(6,)"),
         ),
         (
+            lambda e: e | {"params": e["params"] | {"in": np.ones((5, 6)) * 2j}},
+            True,
+            ("params['in']", "complex", "float32"),
+        ),
+        (lambda e: e | {"step": np.float32(1.5)}, False, ("step", "float32", "int32")),
+        (
             lambda e: e | {"opt_state": optax.sgd(0.1, 0.9).init(e["params"])},
             False,
             ("opt_state[0].count", "reset_optimizer=True"),
