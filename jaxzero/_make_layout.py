@@ -35,8 +35,8 @@ def make_layout(
     an axis, so that all of them agree.
 
     A leaf of n elements over N ranks becomes, unless `cuts` says otherwise, rows
-    [r * d0/N, (r + 1) * d0/N) where dimension 0 divides by N, else elements
-    [r * c, (r + 1) * c) of the flattened leaf, c = ceil(n / N), zero-padded. Scalars
+    `[r * d0/N, (r + 1) * d0/N)` where dimension 0 divides by N, else elements
+    `[r * c, (r + 1) * c)` of the flattened leaf, c = ceil(n / N), zero-padded. Scalars
     of integers or booleans stay whole.
 
     Args:
@@ -52,7 +52,7 @@ def make_layout(
         `lambda path, shape: "whole" if "norm" in path else None`. For a stacked
         leaf, the cut of each layer.
       min_shard_numel: leaves with fewer elements, and no cut of their own, stay whole.
-      layers: globs of key paths ("blocks/*"); each subtree is one layer.
+      layers: globs of key paths (`"blocks/*"`); each subtree is one layer.
       stacked: globs of key paths; each subtree is layers stacked along dimension 0.
 
     Raises:

@@ -144,6 +144,8 @@ class Batches:
         """
         options, dims = self._options, dims_of(batch, self._options.batch_dims)
         _check_uneven(batch, options)
+        # Before what one process may refuse alone: the others wait for its digest.
+        _check_agrees(batch, options)
         count = count_examples(batch, dims)
         if count is None:
             return self.place_even(batch)
@@ -152,7 +154,6 @@ class Batches:
                 "zero3: evaluate got a batch of 0 examples, which have no mean; "
                 "expected at least 1. Leave this batch out."
             )
-        _check_agrees(batch, options)
         devices = options.devices
         size = -(-count // (devices * options.accumulate))
         turns = count // (devices * size)

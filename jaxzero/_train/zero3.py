@@ -64,8 +64,9 @@ def zero3(
     Args:
       loss_fn: (params, batch) -> mean loss over the batch, a real scalar; the same
         function as on one device. It sees the examples of one device. It may use
-        collectives over the axes; what they make equal on all devices counts once,
-        and is refused with a policy other than a mean, which would add it up.
+        collectives over the axes. A loss that they make equal on all devices counts
+        once under a mean; a policy that adds up losses refuses it, where its type
+        says so, and expects each device's own part.
       optimizer: an optax transformation, or anything with its `init` and `update`. It
         runs on shards, so it must treat all elements of a leaf alike (adamw, lion,
         sgd, ...); one that does not is refused by `init`. If its `update` asks, it gets

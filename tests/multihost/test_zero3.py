@@ -91,6 +91,17 @@ def test_batches_that_differ_between_processes_are_refused(spmd: Spmd) -> None:
         zero.step(state, own)
 
 
+@pytest.mark.usefixtures("several")
+def test_all_processes_refuse_a_batch_that_is_empty_on_one(spmd: Spmd) -> None:
+    zero = make(spmd)
+    state = start(zero)
+    (batch,) = training.batches(1)
+    own = jax.tree.map(lambda leaf: leaf[: len(leaf) * jax.process_index()], batch)
+    with pytest.raises(ValueError, match="batch_sharding"):
+        zero.evaluate(state, own, uneven=True)
+    start(zero)  # compares again, so no process is a turn behind
+
+
 @pytest.mark.parametrize("numpy", [False, True], ids=["arrays", "numpy"])
 def test_a_checkpoint_continues_on_another_mesh(
     spmd: Spmd, hybrid: Spmd, expected: Any, numpy: bool
