@@ -128,6 +128,9 @@ def estimate_memory(
     count until the update, as they must for `clip_norm`; without it, XLA may update
     some of them earlier.
 
+    Parameters that are in no layer count as gathered all at once: an upper bound,
+    because their shapes do not tell the units that `zero3` finds in the loss.
+
     Layers are those of `apply_layers`. With `Policy(overlap=True)` the parameters of
     the layer before, or the gradients of the layer after, exist beside a layer, with
     their bucket. For a loss that calls `gathered` itself, which has one layer at a
