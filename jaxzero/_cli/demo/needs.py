@@ -37,7 +37,9 @@ def needed_bytes(options: DemoOptions) -> int:
     config = ModelConfig(blocks=options.blocks, width=options.width)
     shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
     numel = _numel(shapes)
-    gathered = _numel(shapes["blocks"][0]) if options.layers else numel
+    # A layer at a time, or a unit, which may be a single leaf.
+    alone = shapes["blocks"][0] if options.layers else _largest(shapes)
+    gathered = _numel(alone)
     itemsize = jnp.dtype(options.compute_dtype).itemsize
     # Each device gathers parameters and computes full gradients of them.
     step = 2 * options.devices * gathered * itemsize + _activation_bytes(
@@ -57,6 +59,10 @@ def _activation_bytes(options: DemoOptions, sequences: int) -> int:
     itemsize = jnp.dtype(options.compute_dtype).itemsize
     blocks = options.blocks * options.width * kept * itemsize
     return tokens * (blocks + VOCABULARY * FLOAT32)
+
+
+def _largest(shapes: Any) -> Any:
+    return max(jax.tree.leaves(shapes), key=lambda leaf: math.prod(leaf.shape))
 
 
 def _numel(shapes: Any) -> int:
