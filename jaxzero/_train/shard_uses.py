@@ -13,6 +13,7 @@ MOVES = RETYPES | {
     "copy",
     "copy_p",
     "dynamic_slice",
+    "gather",  # of an index that `vmap` has batched
     "reshape",
     "slice",
     "squeeze",
